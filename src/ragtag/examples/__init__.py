@@ -1,0 +1,1 @@
+"""Complete training scripts that use only the public interface: run, read, copy."""

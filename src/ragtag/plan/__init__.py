@@ -1,0 +1,1 @@
+"""Search for the best plan, with reasons. Pure: numbers in, a frozen Plan out."""

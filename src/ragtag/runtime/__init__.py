@@ -1,0 +1,1 @@
+"""Execute plans on real devices: the trainer, the step, gradients, the loader."""
