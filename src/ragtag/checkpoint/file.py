@@ -1,0 +1,144 @@
+"""One checkpoint is one safetensors file, readable by any tool that reads those, and either whole or not there.
+
+The one idea: everything is written to a neighbouring file that takes the final name only once it is safely on disk;
+reading checks every tensor and the skeleton against their CRC-32, so a damaged file is an error and never a wrong
+number.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file as write_safetensors
+
+from ragtag.checkpoint.tree import flatten, unflatten
+from ragtag.core.errors import CheckpointError
+
+SCHEMA = 1
+_FORMAT = "ragtag"
+_UNSUPPORTED = (torch.complex128, torch.complex32)
+
+
+def save_file(path: str | os.PathLike[str], tree: Any) -> None:
+    """Write `tree` (see `flatten` for what it may hold) to `path`, replacing what is there in one step.
+
+    The file is `fsync`ed, then renamed, then the directory is `fsync`ed. A symbolic link is followed. Tensors come
+    back on the CPU.
+
+    Raises:
+        CheckpointError: the tree holds something else, or the file system refused; a previous file at `path` is then
+            untouched.
+    """
+    skeleton, tensors = flatten(tree)
+    on_host = {name: _for_file(name, tensor) for name, tensor in tensors.items()}
+    checksums = json.dumps({name: _checksum(tensor) for name, tensor in on_host.items()})
+    metadata = {
+        "format": _FORMAT,
+        "schema": str(SCHEMA),
+        "skeleton": skeleton,
+        "checksums": checksums,
+        "skeleton_checksum": str(_text_checksum(skeleton, checksums)),
+    }
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        # Made here first: the operating system's reason is clearer, and safetensors makes files that only we may read.
+        beside.touch(exist_ok=False)
+        permissions = beside.stat().st_mode
+        write_safetensors(on_host, beside, metadata)
+        beside.chmod(permissions)
+        _flush(beside)
+        os.replace(beside, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write the checkpoint {target}: {error}. A previous checkpoint of that name is untouched. "
+            f"Free space or permissions in {target.parent}, or save elsewhere."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+    # Some network file systems cannot flush a directory; the new file is whole all the same.
+    with contextlib.suppress(OSError):
+        _flush(target.parent)
+
+
+def load_file(path: str | os.PathLike[str]) -> Any:
+    """Return the tree saved in `path`, its tensors on the CPU.
+
+    Raises:
+        CheckpointError: no such file, not a checkpoint, truncated, damaged, or from a newer ragtag.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint file {path}. Check the path; `Trainer.save(path)` writes one.")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = _checked_metadata(path, file.metadata() or {})
+            expected = json.loads(metadata["checksums"])
+            if set(expected) != set(file.keys()):
+                raise CheckpointError(f"the checkpoint {path} is damaged: it lacks tensors or has others. {_WAY_OUT}")
+            tensors = {name: _checked_tensor(path, name, file.get_tensor(name), expected[name]) for name in expected}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}. {_WAY_OUT}") from error
+    return unflatten(metadata["skeleton"], tensors)
+
+
+_WAY_OUT = "It is truncated, damaged or no checkpoint; load an older one."
+
+
+def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> Mapping[str, str]:
+    if metadata.get("format") != _FORMAT or not metadata.get("schema", "").isdecimal():
+        raise CheckpointError(
+            f"{path} is a safetensors file but no ragtag checkpoint. Load one that `Trainer.save` wrote."
+        )
+    if int(metadata["schema"]) > SCHEMA:
+        raise CheckpointError(
+            f"the checkpoint {path} has schema {metadata['schema']}, this ragtag reads up to {SCHEMA}. Upgrade ragtag."
+        )
+    texts = (metadata.get("skeleton", ""), metadata.get("checksums", ""))
+    if metadata.get("skeleton_checksum") != str(_text_checksum(*texts)):
+        raise CheckpointError(f"the checkpoint {path} is damaged: its header fails its checksum. {_WAY_OUT}")
+    return metadata
+
+
+def _checked_tensor(path: Path, name: str, tensor: torch.Tensor, expected: int) -> torch.Tensor:
+    # A copy first: what safetensors returns may be the mapped file, which somebody may overwrite in place later.
+    tensor = tensor.clone()
+    if _checksum(tensor) != expected:
+        raise CheckpointError(f"the checkpoint {path} is damaged: tensor '{name}' fails its checksum. {_WAY_OUT}")
+    return tensor
+
+
+def _for_file(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype in _UNSUPPORTED:
+        raise CheckpointError(f"the state at '{name}' is a {tensor.dtype} tensor, which safetensors cannot hold.")
+    host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    # safetensors refuses views into one storage; a copy of each is what a file holds anyway.
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of dtype, shape and contents: the same bytes under another dtype are other numbers."""
+    described = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.numel() == 0:
+        return described
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, described)
+
+
+def _text_checksum(*texts: str) -> int:
+    return zlib.crc32(json.dumps(texts).encode())
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

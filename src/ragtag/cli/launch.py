@@ -1,0 +1,259 @@
+"""`ragtag launch`: one worker process per local device, and none left behind however the launch ends.
+
+The one idea: the launcher owns no state a worker needs. It binds the port where they meet, starts them, passes on
+output and signals, and when one fails gives the others a bounded time to end by themselves.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+
+from ragtag.cli.devices import num_accelerators
+from ragtag.cli.output import Output
+from ragtag.core.errors import LaunchError, SettingError
+
+_POLL_S = 0.03
+_END_BY_THEMSELVES_S = 5.0
+"""How long the others may go on after one worker failed; they normally end within a second."""
+_INTERRUPT_S = 3.0
+"""How long workers may take to end after Ctrl-C."""
+_TERMINATE_S = 1.0
+_PEER_FAILED_STATUS = 75
+"""As `comm.process_exit`: this worker ended because another one did."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to start: `command` follows the Python executable."""
+
+    command: tuple[str, ...]
+    num_workers: int
+    shares: tuple[int, ...] | None = None
+    all_output: bool = False
+    logs: Path | None = None
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    output: Output
+    stopped_by_us: bool = False
+
+
+def request(
+    *,
+    script: str,
+    arguments: tuple[str, ...] = (),
+    num_workers: int | None = None,
+    shares: str | None = None,
+    all_output: bool = False,
+    logs: Path | None = None,
+    module: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> Request:
+    """Return what the words of the command line ask for.
+
+    Raises:
+        SettingError: a word is wrong; nothing was started.
+    """
+    if num_workers is None:
+        num_workers = max(1, num_accelerators(environ))
+    if num_workers < 1:
+        raise SettingError(f"--local must be 1 or more workers, got {num_workers}: ragtag launch --local 2 {script}")
+    if not module and not Path(script).is_file():
+        raise SettingError(f"script {script!r} was not found in {Path.cwd()}. Options for ragtag come before it.")
+    if module and not _is_module(script):
+        raise SettingError(f"module {script!r} was not found; is it installed, or under {Path.cwd()}?")
+    pinned = None
+    if shares is not None:
+        try:
+            pinned = tuple(int(share) for share in shares.split(","))
+        except ValueError:
+            raise SettingError(
+                f"--shares must be whole numbers separated by commas, like 8,5,3; got {shares!r}."
+            ) from None
+        if len(pinned) != num_workers:
+            raise SettingError(
+                f"--shares {shares} names {len(pinned)} shares, but there are {num_workers} workers: give one per "
+                f"worker, or --local {len(pinned)}."
+            )
+        if min(pinned) < 0 or sum(pinned) == 0:
+            raise SettingError(f"--shares must be 0 or more each and not all 0; got {shares}.")
+    return Request(
+        command=(*(("-m",) if module else ()), script, *arguments),
+        num_workers=num_workers,
+        shares=pinned,
+        all_output=all_output,
+        logs=logs,
+    )
+
+
+def launch_local(request: Request, environ: Mapping[str, str] = os.environ) -> int:
+    """Run the workers until all have ended; return the launch's exit status.
+
+    0; the status of the first worker that failed by itself (128 + signal where one killed it); 130 or 143 after
+    Ctrl-C or SIGTERM. Call from the main thread: signals are handled here.
+    """
+    if request.logs is not None:
+        try:
+            request.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"--logs {request.logs}: {error.strerror}.") from None
+    signals: list[int] = []
+
+    def note_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    workers: list[_Worker] = []
+    try:
+        _start(request, environ, workers)
+        return _follow(workers, signals)
+    finally:
+        for worker in workers:
+            _kill(worker, signal.SIGKILL)
+            worker.process.wait()
+        for worker in workers:
+            worker.output.finish()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _start(request: Request, environ: Mapping[str, str], workers: list[_Worker]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        inherited = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
+        inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores // request.num_workers)))
+        inherited.pop("RAGTAG_STORE_FD", None)
+        # Into a pipe Python would write only every 8 KB.
+        inherited.setdefault("PYTHONUNBUFFERED", "1")
+        inherited.update(
+            WORLD_SIZE=str(request.num_workers),
+            LOCAL_WORLD_SIZE=str(request.num_workers),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(listener.getsockname()[1]),
+            RAGTAG_LAUNCHED="1",
+        )
+        if request.shares is not None:
+            inherited["RAGTAG_SHARES"] = ",".join(map(str, request.shares))
+        for rank in range(request.num_workers):
+            mine = inherited | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if rank == 0:
+                mine["RAGTAG_STORE_FD"] = str(listener.fileno())
+            output = Output(rank=rank, all_output=request.all_output, logs=request.logs)
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, *request.command],
+                    env=mine,
+                    stdin=None if rank == 0 else subprocess.DEVNULL,
+                    stdout=output.stdout,
+                    stderr=output.stderr,
+                    start_new_session=True,
+                    pass_fds=(listener.fileno(),) if rank == 0 else (),
+                    preexec_fn=_die_with(os.getpid()),
+                )
+            except OSError as error:
+                raise LaunchError(f"cannot start {sys.executable}: {error.strerror}.") from None
+            workers.append(_Worker(rank=rank, process=process, output=output))
+    # Threads only now: forking with threads around may deadlock the child.
+    for worker in workers:
+        worker.output.follow(worker.process)
+
+
+def _follow(workers: list[_Worker], signals: list[int]) -> int:
+    """Return the exit status once every worker has ended; at most a bounded time after a failure or a signal."""
+    failed: list[_Worker] = []
+    asked_s: float | None = None
+    asked_by = 0
+    limit_s = _END_BY_THEMSELVES_S
+    running = list(workers)
+    while running:
+        for worker in [worker for worker in running if worker.process.poll() is not None]:
+            running.remove(worker)
+            if worker.process.returncode != 0 and not worker.stopped_by_us:
+                failed.append(worker)
+        now_s = time.monotonic()
+        if signals and not asked_by:
+            asked_by, asked_s, limit_s = signals[0], now_s, _INTERRUPT_S
+            for worker in running:
+                worker.process.send_signal(signal.SIGINT)
+        elif failed and asked_s is None:
+            asked_s = now_s
+        impatient = len(signals) > 1
+        if asked_s is not None and running and (impatient or now_s - asked_s >= limit_s):
+            hard = impatient or now_s - asked_s >= limit_s + _TERMINATE_S
+            for worker in running:
+                if hard or not worker.stopped_by_us:
+                    worker.stopped_by_us = True
+                    _kill(worker, signal.SIGKILL if hard else signal.SIGTERM)
+        time.sleep(_POLL_S)
+    if asked_by:
+        _say(f"stopped by {signal.Signals(asked_by).name}; all {len(workers)} workers have ended")
+        return 128 + asked_by
+    if not failed:
+        return 0
+    culprit = next((worker for worker in failed if worker.process.returncode != _PEER_FAILED_STATUS), failed[0])
+    stopped = [str(worker.rank) for worker in workers if worker.stopped_by_us]
+    rest = f"; rank {', '.join(stopped)} did not end by itself and was killed" if stopped else ""
+    status = culprit.process.returncode
+    if status < 0:
+        _say(f"rank {culprit.rank} (pid {culprit.process.pid}) was killed by {_signal_name(-status)}{rest}")
+        return 128 - status
+    _say(f"rank {culprit.rank} (pid {culprit.process.pid}) ended with status {status}{rest}")
+    return status
+
+
+def _kill(worker: _Worker, number: int) -> None:
+    """Signal the worker's whole process group: its loader workers too."""
+    try:
+        os.killpg(worker.process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _die_with(launcher: int) -> Callable[[], None] | None:
+    """Return what a worker runs before its script: the kernel kills it when the launcher is gone, even by SIGKILL."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+
+    def ask_kernel() -> None:
+        library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != launcher:
+            os._exit(128 + signal.SIGKILL)
+
+    return ask_kernel
+
+
+def _is_module(name: str) -> bool:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        del sys.path[0]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _say(text: str) -> None:
+    print(f"ragtag launch: {text}", file=sys.stderr, flush=True)

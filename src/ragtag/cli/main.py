@@ -1,0 +1,106 @@
+"""The `ragtag` command line: which verbs there are and what their words mean.
+
+The one idea: a verb's work is imported when the verb runs, so `ragtag --help` is quick and never imports torch.
+"""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragtag.core.errors import RagtagError
+
+app = typer.Typer(
+    name="ragtag",
+    help="Train one PyTorch model on machines that do not match, exactly, at nearly their summed speed.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ragtag {_version()}")
+        raise typer.Exit
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ragtag")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: running from a source tree)"
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the verb."""
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    help="""Run a training script on this machine's devices, one worker process each.
+
+Options for ragtag come before SCRIPT; everything after it belongs to the script.
+
+\b
+Examples:
+  ragtag launch train.py                       one worker per accelerator (one CPU worker if there is none)
+  ragtag launch --local 3 train.py --lr 1e-3   three workers; --lr belongs to train.py
+  ragtag launch --local 2 --shares 7,3 train.py
+  ragtag launch --all-output --logs runs/1 -m mypackage.train
+""",
+)
+def launch(
+    script: Annotated[
+        str, typer.Argument(help="Python script (or module, with -m) that every worker runs.", metavar="SCRIPT")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Passed on to SCRIPT.", metavar="ARGS")] = None,
+    local: Annotated[int | None, typer.Option("--local", help="Number of workers on this machine.")] = None,
+    shares: Annotated[
+        str | None, typer.Option("--shares", help="Pin each worker's share of the global batch, like 8,5,3.")
+    ] = None,
+    all_output: Annotated[
+        bool, typer.Option("--all-output", help="Show every worker's standard output, not only rank 0's.")
+    ] = False,
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="Also write each worker's output to DIR/rank-N.log.", metavar="DIR")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+) -> None:
+    """Run a script on this machine's devices."""
+    from ragtag.cli.launch import launch_local, request
+
+    raise typer.Exit(
+        launch_local(
+            request(
+                script=script,
+                arguments=tuple(arguments or ()),
+                num_workers=local,
+                shares=shares,
+                all_output=all_output,
+                logs=logs,
+                module=module,
+            )
+        )
+    )
+
+
+def main() -> None:
+    """Run the command line; a mistake is one line on standard error and status 2."""
+    try:
+        app()
+    except RagtagError as error:
+        print(f"ragtag: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Where a worker's output goes: to the terminal, with a prefix, to a log, or nowhere.
+
+The one idea: rank 0 writes to the terminal itself, so that progress bars work; what others say is passed on in whole
+lines by one thread per pipe.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, BinaryIO
+
+
+class Output:
+    """The output of one worker. Give `stdout` and `stderr` to Popen, then call `follow`, and `finish` at the end."""
+
+    def __init__(self, *, rank: int, all_output: bool, logs: Path | None) -> None:
+        piped = subprocess.PIPE
+        self._prefix = f"[rank {rank}] ".encode() if rank > 0 else b""
+        self._log: BinaryIO | None = None if logs is None else open(logs / f"rank-{rank}.log", "wb")  # noqa: SIM115
+        self._shows_stdout = rank == 0 or all_output
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        if rank == 0:
+            self.stdout = self.stderr = None if logs is None else piped
+        else:
+            self.stdout = piped if self._shows_stdout or logs is not None else subprocess.DEVNULL
+            self.stderr = piped
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Start passing on what `process` writes."""
+        shown_out = sys.stdout.buffer if self._shows_stdout else None
+        for pipe, shown in ((process.stdout, shown_out), (process.stderr, sys.stderr.buffer)):
+            if pipe is not None:
+                thread = threading.Thread(target=self._pass_on, args=(pipe, shown), daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Wait, bounded, until all that was written has been passed on; the process has ended."""
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        if self._log is not None:
+            with self._lock:
+                self._log.close()
+                self._log = None
+
+    def _pass_on(self, pipe: IO[bytes], shown: BinaryIO | None) -> None:
+        rest = b""
+        while content := os.read(pipe.fileno(), 1 << 16):
+            with self._lock:
+                if self._log is not None:
+                    self._log.write(content)
+                    self._log.flush()
+            if shown is None:
+                continue
+            if not self._prefix:
+                _write(shown, content)
+                continue
+            *lines, rest = (rest + content).split(b"\n")
+            _write(shown, b"".join(self._prefix + line + b"\n" for line in lines))
+        if rest and shown is not None:
+            _write(shown, self._prefix + rest + b"\n")
+        pipe.close()
+
+
+def _write(shown: BinaryIO, content: bytes) -> None:
+    try:
+        shown.write(content)
+        shown.flush()
+    except (BrokenPipeError, ValueError):
+        pass  # Nobody reads any more; the workers go on.

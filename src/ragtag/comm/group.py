@@ -1,0 +1,144 @@
+"""The ranks of one run as seen from one of them: the interface, and the world of one.
+
+The one idea: code above this room never asks how many ranks there are; one rank gives the same answers without
+threads or sockets. `ring_group.py` holds the world of several.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from ragtag.comm.ring import Wire
+from ragtag.comm.work import Work
+
+
+class Group(Protocol):
+    """The ranks of one run. One thread of each rank calls it, in the same order on every rank.
+
+    All waits are bounded by `patience_s` (seconds), ten times that for ranks whose heartbeats live but who do not
+    come. They raise PeerFailed (a rank told us its error) or PeerLost (it died, froze or left), which carry the rank
+    and host; `origin_rank` is the rank that prints it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    hosts: tuple[str, ...]
+    """Host name by rank."""
+    patience_s: float
+
+    @property
+    def step(self) -> int:
+        """The step that others are told."""
+        ...
+
+    @property
+    def doing(self) -> str:
+        """What others are told this rank is doing."""
+        ...
+
+    def note(self, step: int, doing: str) -> None:
+        """Set what others are told about this rank; two attribute writes."""
+        ...
+
+    def all_reduce(
+        self,
+        flat: torch.Tensor,
+        *,
+        weights: Sequence[int] | None = None,
+        wire: Wire | None = None,
+        ready: Callable[[], None] | None = None,
+    ) -> Work:
+        """Queue the sum of `flat` (contiguous, 1-D) over ranks, in place; call `wait` before touching it again.
+
+        `weights` are relative chunk sizes by rank (None: equal); `ready` runs first on the channel's thread.
+        """
+        ...
+
+    def exchange(self, payload: bytes, doing: str = "exchanging votes") -> tuple[bytes, ...]:
+        """Return every rank's payload, by rank; the same length everywhere."""
+        ...
+
+    def gather(self, name: str, value: Any) -> tuple[Any, ...]:
+        """Return every rank's JSON-able value, by rank. Raises DisagreementError when names differ."""
+        ...
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Overwrite `tensors` in place with those of rank `source`."""
+        ...
+
+    def barrier(self, doing: str) -> None:
+        """Return when every rank has come."""
+        ...
+
+    def wait(self, work: Work, doing: str) -> None:
+        """Return when `work` is done, or raise its error, PeerFailed or PeerLost."""
+        ...
+
+    def announce_failure(self, error: BaseException, doing: str) -> None:
+        """Tell all ranks that this one fails; the first failure wins. Bounded, never raises."""
+        ...
+
+    def close(self) -> bool:
+        """Say goodbye and let go of threads and sockets; return whether every thread ended. May be called twice."""
+        ...
+
+
+class SoloGroup:
+    """A world of one: no threads, no sockets, the same answers."""
+
+    def __init__(self, patience_s: float, host: str = "localhost") -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.local_rank = 0
+        self.hosts: tuple[str, ...] = (host,)
+        self.patience_s = patience_s
+        self.step = 0
+        self.doing = "starting"
+        self._num_works = 0
+
+    def note(self, step: int, doing: str) -> None:
+        """Set `step` and `doing`."""
+        self.step, self.doing = step, doing
+
+    def all_reduce(
+        self,
+        flat: torch.Tensor,
+        *,
+        weights: Sequence[int] | None = None,
+        wire: Wire | None = None,
+        ready: Callable[[], None] | None = None,
+    ) -> Work:
+        """Run `ready` now; the sum over one rank is the tensor itself."""
+        self._num_works += 1
+        work = Work("data", self._num_works)
+        work.run(ready or (lambda: None))
+        return work
+
+    def exchange(self, payload: bytes, doing: str = "exchanging votes") -> tuple[bytes, ...]:
+        """Return the payload."""
+        return (bytes(payload),)
+
+    def gather(self, name: str, value: Any) -> tuple[Any, ...]:
+        """Return the value as JSON gives it back, as with more ranks."""
+        return (msgspec.json.decode(msgspec.json.encode(value)),)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Do nothing."""
+
+    def barrier(self, doing: str) -> None:
+        """Return at once."""
+
+    def wait(self, work: Work, doing: str) -> None:
+        """Raise the error of `work`, if any."""
+        if work.error is not None:
+            raise work.error
+
+    def announce_failure(self, error: BaseException, doing: str) -> None:
+        """Do nothing: there is nobody to tell."""
+
+    def close(self) -> bool:
+        """Return True."""
+        return True

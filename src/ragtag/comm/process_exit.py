@@ -1,0 +1,153 @@
+"""What a process does when its script ends: tell the other ranks, print once, leave with the right status.
+
+The one idea: an exception anywhere in the user's script reaches every rank, and a person reads it once: the rank
+where it happened prints its traceback, other ranks of that host print nothing, other hosts print one line.
+"""
+
+import atexit
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from ragtag.comm.group import Group
+from ragtag.core.errors import PeerError, RagtagError
+
+PEER_FAILED_STATUS = 75
+"""Exit status of a rank that only ends because another one did (EX_TEMPFAIL), so that a launcher finds the culprit."""
+INTERRUPTED_STATUS = 130
+"""Exit status after Ctrl-C, as shells give it."""
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+_guarded: list[Group] = []
+_previous_hook: ExceptHook | None = None
+_previous_exit: Callable[..., NoReturn] | None = None
+_asked_status: int | None = None
+"""The status of the last `sys.exit` that asked for one other than 0."""
+_raised_status: int | None = None
+"""The status of the exception that ends the script."""
+_stuck = False
+
+
+def guard(group: Group) -> None:
+    """From now on tell `group` how this script ends. A world of one has nobody to tell and is left alone."""
+    global _previous_hook, _previous_exit, _asked_status
+    if group.world_size == 1:
+        return
+    _asked_status = None
+    if _previous_hook is None:
+        _previous_hook, sys.excepthook = sys.excepthook, _except_hook
+        # Nothing else tells, at exit, that the script asked for a status; SystemExit passes no hook.
+        _previous_exit, sys.exit = sys.exit, _recording_exit
+        atexit.register(finish)
+    _guarded.append(group)
+
+
+def release(group: Group) -> None:
+    """Stop telling `group`, because it was closed; the last one gives the hooks back."""
+    global _previous_hook, _previous_exit
+    _guarded[:] = [other for other in _guarded if other is not group]
+    if not _guarded and _previous_hook is not None and _previous_exit is not None:
+        if sys.excepthook is _except_hook:
+            sys.excepthook = _previous_hook
+        if sys.exit is _recording_exit:
+            sys.exit = _previous_exit
+        _previous_hook = _previous_exit = None
+        atexit.unregister(finish)
+
+
+def report(error: BaseException) -> None:
+    """Tell all guarded groups that this rank's script ends with `error`, and note on it where that happened."""
+    for group in _guarded:
+        group.announce_failure(error, group.doing)
+        if not isinstance(error, PeerError):
+            doing = f", {group.doing}" if group.doing else ""
+            error.add_note(f"[ragtag] on rank {group.rank} ({group.hosts[group.rank]}), step {group.step}{doing}")
+
+
+def expect_stuck_thread() -> None:
+    """At the end of the script leave at once: a daemon thread may still be inside a network call."""
+    global _stuck
+    _stuck = True
+
+
+def finish() -> None:
+    """Say goodbye to all guarded groups, and release them."""
+    for group in tuple(_guarded):
+        if _asked_status is not None and _raised_status is None:
+            group.announce_failure(SystemExit(_asked_status), group.doing)
+        if not group.close():
+            expect_stuck_thread()
+        release(group)
+
+
+def what_to_print(error: BaseException, group: Group) -> str:
+    """Return which part of `error` this rank prints: "all" of it, one "line", or "nothing".
+
+    An error that all ranks raise is printed by its `origin_rank`, and in one line by the first rank of other hosts.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return "nothing"
+    origin = error.origin_rank if isinstance(error, RagtagError) else None
+    if origin is None or origin == group.rank:
+        return "all"
+    host = group.hosts[group.rank]
+    if host != group.hosts[origin] and group.hosts.index(host) == group.rank:
+        return "line"
+    return "nothing"
+
+
+def _except_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    global _raised_status
+    assert _previous_hook is not None
+    group = _guarded[-1]
+    if isinstance(error, KeyboardInterrupt):
+        _raised_status = INTERRUPTED_STATUS
+    elif isinstance(error, PeerError) and error.origin_rank != group.rank:
+        _raised_status = PEER_FAILED_STATUS
+    else:
+        _raised_status = 1
+    try:
+        report(error)
+    finally:
+        printed = what_to_print(error, group)
+        if printed == "all":
+            _previous_hook(kind, error, trace)
+        elif printed == "line":
+            print(f"ragtag: rank {group.rank}: {type(error).__name__}: {error}", file=sys.stderr)
+    if _raised_status != 1:
+        raise SystemExit(_raised_status)
+
+
+def _recording_exit(status: object = None, /) -> NoReturn:
+    global _asked_status
+    _asked_status = (status if isinstance(status, int) else 1) if status else None
+    raise SystemExit(status)
+
+
+def _leave_at_once() -> None:
+    """End the process without tearing down the interpreter, if a thread is still inside a network call.
+
+    Such a thread would wake up in the middle of the teardown and abort the process.
+    """
+    if not _stuck:
+        return
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.terminate()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    status = _raised_status if _raised_status is not None else _asked_status
+    if status is None and hasattr(sys, "last_value"):
+        status = 1  # An exception was printed that no hook of ours saw: no group had been formed.
+    os._exit(status or 0)
+
+
+# Exit handlers run last in, first out: registered at import, this one runs after those of the user's script.
+atexit.register(_leave_at_once)

@@ -1,0 +1,163 @@
+"""The vote: what each rank tells every other once it holds the complete reduced gradient, and the one pure rule that
+reads it.
+
+A ballot is a fixed-length record sent over a point-to-point mesh. Having everybody's ballot means that everybody holds
+the gradient; every rank then computes the same outcome from the same bytes, so no second message is needed.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from ragtag.core.errors import DisagreementError
+
+_FIXED = struct.Struct("<qQqIIq7d")
+
+
+class Ballot(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's vote on one step."""
+
+    step: int
+    plan_hash: int
+    """The plan's content hash as an unsigned 64-bit number; unequal plans never commit."""
+    attempt: int = 0
+    """How often this step has been reduced before."""
+    launched_too_early: bool = False
+    """A gradient arrived after its bucket had left: everybody must reduce again."""
+    contents_hash: int
+    """Sum of hashed unit ids in this rank's sum, mod 2**32."""
+    samples: int
+    weight: float
+    loss_total: float
+    norm: float
+    """2-norm of the reduced, undivided gradient as this rank computed it."""
+    compute_s: float
+    exposed_s: float
+    """From the end of own work to the complete reduced gradient: communication plus waiting for slower ranks."""
+    data_s: float
+    apply_s: float
+    """Time of the previous step's optimizer and scheduler."""
+    metrics: tuple[float, ...] = ()
+    has_gradient: bytes = b""
+
+
+def pack(ballot: Ballot) -> bytes:
+    """Encode a ballot; the length depends only on the numbers of metrics and parameters, equal on all ranks."""
+    b = ballot
+    fixed = _FIXED.pack(
+        b.step, b.plan_hash, b.attempt, int(b.launched_too_early), b.contents_hash, b.samples,
+        b.weight, b.loss_total, b.norm, b.compute_s, b.exposed_s, b.data_s, b.apply_s,
+    )  # fmt: skip
+    return fixed + struct.pack(f"<{len(b.metrics)}d", *b.metrics) + b.has_gradient
+
+
+def unpack(data: bytes, *, num_metrics: int) -> Ballot:
+    """Decode what `pack` encoded."""
+    step, plan_hash, attempt, early, contents, samples, *numbers = _FIXED.unpack_from(data)
+    weight, loss_total, norm, compute_s, exposed_s, data_s, apply_s = numbers
+    return Ballot(
+        step=step,
+        plan_hash=plan_hash,
+        attempt=attempt,
+        launched_too_early=bool(early),
+        contents_hash=contents,
+        samples=samples,
+        weight=weight,
+        loss_total=loss_total,
+        norm=norm,
+        compute_s=compute_s,
+        exposed_s=exposed_s,
+        data_s=data_s,
+        apply_s=apply_s,
+        metrics=struct.unpack_from(f"<{num_metrics}d", data, _FIXED.size),
+        has_gradient=data[_FIXED.size + 8 * num_metrics :],
+    )
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks do with the step, the same everywhere."""
+
+    reduce_again: bool = False
+    finite: bool = True
+    weight: float
+    loss_total: float
+    metrics: tuple[float, ...]
+    norm: float
+    """Rank 0's norm, used by all: thread counts change its last bits, and clipping must not."""
+    has_gradient: bytes
+    compute_s: tuple[float, ...]
+    comm_s: float
+    wait_s: tuple[float, ...]
+
+
+def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
+    """Read everybody's ballots, in rank order.
+
+    Communication is what even the last rank to finish its own work still had to wait; anything beyond that is waiting
+    for slower ranks.
+
+    Raises:
+        DisagreementError: the ranks are not voting on the same step and plan, a unit is missing or counted twice, a
+        weight
+            is negative, or norms differ by more than rounding.
+    """
+    first = ballots[0]
+    for rank, ballot in enumerate(ballots):
+        for name in ("step", "plan_hash", "attempt"):
+            if getattr(ballot, name) != getattr(first, name):
+                raise _for_all(
+                    f"rank {rank} votes with {name} {getattr(ballot, name)} where rank 0 has {getattr(first, name)}: "
+                    f"the ranks are not in the same place. Does every rank call steps, evaluate and load alike?"
+                )
+        if ballot.weight < 0:
+            raise _for_all(f"rank {rank} has a negative total weight {ballot.weight} in step {first.step}.")
+    held = sum(ballot.contents_hash for ballot in ballots) % 2**32
+    if held != expected_hash:
+        raise _for_all(
+            f"the gradient sums of step {first.step} do not hold every sample exactly once "
+            f"(contents {held:#010x}, expected {expected_hash:#010x}); the step was not applied."
+        )
+    weight = math.fsum(ballot.weight for ballot in ballots)
+    loss_total = _sum(ballot.loss_total for ballot in ballots)
+    finite = math.isfinite(first.norm) and math.isfinite(loss_total) and math.isfinite(weight)
+    if finite:
+        for rank, ballot in enumerate(ballots):
+            if not abs(ballot.norm - first.norm) <= 1e-3 * max(abs(first.norm), 1e-30):
+                raise _for_all(
+                    f"rank {rank} holds a reduced gradient of norm {ballot.norm:.9g} in step "
+                    f"{first.step}, rank 0 one of "
+                    f"{first.norm:.9g}: bytes were corrupted on the way or in memory."
+                )
+    comm_s = min(ballot.exposed_s for ballot in ballots)
+    bits = 0
+    for ballot in ballots:
+        bits |= int.from_bytes(ballot.has_gradient, "little")
+    return Outcome(
+        reduce_again=any(ballot.launched_too_early for ballot in ballots),
+        finite=finite,
+        weight=weight,
+        loss_total=loss_total,
+        metrics=tuple(_sum(values) for values in zip(*(ballot.metrics for ballot in ballots))),
+        norm=first.norm,
+        has_gradient=bits.to_bytes(len(first.has_gradient), "little"),
+        compute_s=tuple(ballot.compute_s for ballot in ballots),
+        comm_s=comm_s,
+        wait_s=tuple(ballot.exposed_s - comm_s + ballot.data_s for ballot in ballots),
+    )
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Sum that lets NaN and infinities through, where `math.fsum` raises on opposite infinities."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def _for_all(message: str) -> DisagreementError:
+    """An error that every rank raises from the same ballots; rank 0 prints it."""
+    error = DisagreementError(message)
+    error.origin_rank = 0
+    return error

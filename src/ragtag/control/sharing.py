@@ -1,0 +1,137 @@
+"""The first plan of a run, and what a plan means in units for a batch of any size.
+
+The one idea: a plan is a value with its reason in it, made by pure functions of numbers that every rank has.
+"""
+
+from collections.abc import Sequence
+
+from ragtag.core.errors import SettingError
+from ragtag.core.values import Plan
+from ragtag.plan.apportion import apportion
+
+_BATCH_NORM_UNIT = 8
+_LARGEST_UNIT = 32
+
+
+def choose_unit(*, global_batch_size: int, separable: bool, batch_norm: bool) -> tuple[int, str]:
+    """Return how many samples are always computed together, and one line that says why.
+
+    Nothing of the cluster goes in: the unit decides the gradient of a run that is not separable, and the gradient
+    must not change with the machines.
+    """
+    if separable:
+        return 1, "unit 1: every sample's loss is its own, so any split gives the same gradient"
+    least = min(_BATCH_NORM_UNIT, global_batch_size) if batch_norm else 1
+    unit = max(least, min(max(global_batch_size // 16, 1), _LARGEST_UNIT))
+    if batch_norm:
+        return unit, f"unit {unit}: BatchNorm sees {unit} samples at a time, on any split"
+    return unit, f"unit {unit}: samples of one forward share random numbers or a loss, so they stay together"
+
+
+def initial_plan(
+    *,
+    world_size: int,
+    global_batch_size: int,
+    unit: int,
+    shares: Sequence[int] | None = None,
+    micro_batch: int | None = None,
+    separable_reason: str = "",
+) -> Plan:
+    """Return the plan a run starts with: `shares` (samples by rank) where they are pinned, else equal ones.
+
+    With `unit` > 1 whole units are dealt out in proportion, and the plan's shares are the samples of these units.
+    `separable_reason` says why `unit` is what it is; it is added to the plan's reason.
+
+    Raises:
+        SettingError: shares of the wrong length, negative, or not summing to the batch; sizes that contradict.
+    """
+    _check_sizes(world_size, global_batch_size, unit, micro_batch)
+    if shares is not None:
+        _check_shares(shares, world_size, global_batch_size)
+    num_units = -(-global_batch_size // unit)
+    units = apportion(num_units, [1] * world_size if shares is None else shares)
+    given = _samples(units, global_batch_size, unit)
+    if unit > 1:
+        sizes = [unit] * world_size
+    else:
+        # A rank without a share may still be given work that another one lost.
+        sizes = [micro_batch or max(1, share) for share in given]
+    return Plan(
+        shares=given,
+        micro_batch=tuple(sizes),
+        unit=unit,
+        chunk_weights=(1,) * world_size,
+        reason=_reason(shares, given, num_units, unit, separable_reason),
+    )
+
+
+def units_per_rank(plan: Plan, samples: int) -> tuple[int, ...]:
+    """Return how many units each rank has of `samples` samples: a full batch, a ragged last one, or a whole dataset.
+
+    A full batch is cut exactly at the plan's shares; any other number in proportion to them.
+    """
+    if samples != sum(plan.shares):
+        return apportion(-(-samples // plan.unit), plan.shares)
+    units, start = [], 0
+    for share in plan.shares:
+        units.append(-(-(start + share) // plan.unit) - -(-start // plan.unit))
+        start += share
+    return tuple(units)
+
+
+def _samples(units: Sequence[int], samples: int, unit: int) -> tuple[int, ...]:
+    shares, start = [], 0
+    for count in units:
+        stop = min(start + count * unit, samples)
+        shares.append(stop - start)
+        start = stop
+    return tuple(shares)
+
+
+def _reason(shares: Sequence[int] | None, given: tuple[int, ...], num_units: int, unit: int, unit_reason: str) -> str:
+    listed = ", ".join(map(str, given))
+    if shares is not None:
+        reason = f"pinned: {', '.join(map(str, shares))}"
+        if tuple(shares) != given:
+            reason += f" (in whole units of {unit}: {listed})"
+    elif len(given) == 1:
+        reason = "alone: one rank has the whole batch"
+    else:
+        reason = "equal: nothing measured yet"
+        if num_units < len(given):
+            reason += f" ({len(given) - num_units} of {len(given)} ranks idle: the batch has only {num_units} units)"
+    return f"{reason}; {unit_reason}" if unit_reason else reason
+
+
+def _check_sizes(world_size: int, global_batch_size: int, unit: int, micro_batch: int | None) -> None:
+    assert world_size >= 1, f"world size {world_size}"
+    if global_batch_size < 1:
+        raise SettingError(f"global_batch_size = {global_batch_size} is not valid. Expected at least 1 sample.")
+    if not 1 <= unit <= global_batch_size:
+        raise SettingError(
+            f"unit = {unit} is not valid with global_batch_size = {global_batch_size}. "
+            f"Expected 1 to {global_batch_size} samples."
+        )
+    if micro_batch is not None and micro_batch < 1:
+        raise SettingError(f"micro_batch = {micro_batch} is not valid. Expected at least 1 sample, or None.")
+    if micro_batch is not None and unit > 1 and micro_batch < unit:
+        raise SettingError(
+            f"micro_batch = {micro_batch} is smaller than unit = {unit}, and a unit is computed in one forward. "
+            f"Expected micro_batch of at least {unit}, or a smaller unit: Config(unit={micro_batch})."
+        )
+
+
+def _check_shares(shares: Sequence[int], world_size: int, global_batch_size: int) -> None:
+    listed = ", ".join(map(str, shares))
+    if not all(isinstance(share, int) and not isinstance(share, bool) and share >= 0 for share in shares):
+        raise SettingError(f"shares = ({listed}) is not valid. Expected whole numbers of samples, at least 0 each.")
+    if len(shares) != world_size:
+        raise SettingError(
+            f"shares = ({listed}) has {len(shares)} numbers, but there are {world_size} ranks. "
+            f"Expected one number a rank, summing to global_batch_size = {global_batch_size}."
+        )
+    if sum(shares) != global_batch_size:
+        raise SettingError(
+            f"shares = ({listed}) sums to {sum(shares)}, but global_batch_size = {global_batch_size}. "
+            f"Expected shares that sum to {global_batch_size}; or set global_batch_size={sum(shares)}."
+        )

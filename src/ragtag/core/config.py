@@ -1,0 +1,207 @@
+"""`Config`: every setting that is not an argument of the trainer, each with its unit, its effect and a checked value.
+
+The one idea: a setting is looked up where the object is made. An explicit argument beats the environment variable
+RAGTAG_<NAME>, which beats the `[config]` table of the file $RAGTAG_CONFIG or ./ragtag.toml, which beats the default;
+an error says which of these the value came from.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from ragtag.core.errors import SettingError, did_you_mean
+
+_PREFIX = "RAGTAG_"
+_OTHER_VARIABLES = frozenset({"STORE_FD", "LAUNCHED", "SHARES", "CONFIG", "DEVICE", "HOSTNAME"})
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+
+
+class _ResolvingMeta(msgspec.StructMeta):
+    # Hidden from type checkers, which would otherwise forget the fields' types and names.
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *arguments, **settings):  # noqa: N805 - a metaclass's self is a class
+            if arguments:
+                raise SettingError(f"Config takes settings by name: Config(patience_s={arguments[0]!r}).")
+            return cls.resolve(settings, environ=os.environ, directory=Path.cwd())
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta):
+    """Settings of a run; must be equal on all ranks.
+
+    Raises:
+        SettingError: a name is misspelt, or a value has the wrong type or is out of range, wherever it came from.
+    """
+
+    patience_s: Annotated[float, Meta(gt=0, le=86400, description="a number of seconds above 0, at most 86400")] = 30.0
+    """Seconds; bounds every wait inside ragtag. Code of yours with a live heartbeat gets ten times as long."""
+
+    unit: Annotated[int, Meta(ge=1, description="a whole number of samples, at least 1, or None")] | None = None
+    """Samples that are always computed together where loss or model mix samples; None: chosen (1 when separable)."""
+
+    micro_batch: Annotated[int, Meta(ge=1, description="a whole number of samples, at least 1, or None")] | None = None
+    """Largest number of samples in one forward, to bound memory; None: a rank's whole share at once."""
+
+    wire: Annotated[Literal["fp32", "bf16"], Meta(description="'fp32' or 'bf16'")] = "fp32"
+    """What gradients travel as: "bf16" halves the bytes and rounds the sums, equally on every rank."""
+
+    bucket_bytes: Annotated[
+        int, Meta(ge=1024, le=1 << 30, description="a whole number of bytes from 1024 to 1073741824")
+    ] = 4 << 20
+    """Bytes of gradient that are added up over ranks at a time: smaller overlaps sooner, larger has less overhead."""
+
+    check_loss: Annotated[bool, Meta(description="True or False")] = True
+    """Before step 1, compare the loss of 4 samples with that of 2 + 2, to find token means given as sample means."""
+
+    seed_samples: Annotated[bool, Meta(description="True or False")] = True
+    """Run `dataset[i]` with random numbers seeded by (seed, epoch, i), so that augmentation is the same on any rank."""
+
+    overlap: Annotated[bool, Meta(description="True or False")] = True
+    """Start adding up gradients over ranks inside the last backward instead of after it."""
+
+    check_replicas_every: Annotated[int, Meta(ge=0, description="a whole number of steps; 0 means never")] = 100
+    """Steps between comparisons of the ranks' parameters by hash; 0: never."""
+
+    @classmethod
+    def resolve(cls, settings: Mapping[str, Any], *, environ: Mapping[str, str], directory: Path) -> "Config":
+        """Return the Config of explicit `settings`, with `environ` and the files under `directory` filling the rest.
+
+        `Config(**settings)` is this with the process's own environment and working directory.
+        """
+        fields = {field.name: field for field in msgspec.structs.fields(cls)}
+        for name in settings:
+            if name not in fields:
+                raise SettingError(f"Config has no setting '{name}'.{_closest(name, fields)}")
+        from_file, file = _read_file(environ, directory)
+        for name in from_file:
+            if name not in fields:
+                raise SettingError(f"{file}: [config] has no setting '{name}'.{_closest(name, fields)}")
+        from_environment = _read_environment(environ, fields)
+        values = {}
+        for name, field in fields.items():
+            if name in settings:
+                values[name] = _checked(name, settings[name], field.type, "")
+            elif name in from_environment:
+                variable, text = from_environment[name]
+                value = _parse(text, field.type)
+                values[name] = _checked(name, value, field.type, f", from the environment variable {variable},")
+            elif name in from_file:
+                value = _none_if_spelt(from_file[name], field.type)
+                values[name] = _checked(name, value, field.type, f", from [config] in {file},")
+            else:
+                values[name] = field.default
+        return msgspec.StructMeta.__call__(cls, **values)
+
+
+def shares_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Return the shares in RAGTAG_SHARES ("8,5,3": samples by rank), or None where it is unset or empty.
+
+    Raises:
+        SettingError: it is not a comma-separated list of whole numbers.
+    """
+    text = environ.get("RAGTAG_SHARES", "").strip()
+    if not text:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise SettingError(
+            f"The environment variable RAGTAG_SHARES = '{text}' is not valid. "
+            f"Expected samples by rank, whole numbers with commas between: RAGTAG_SHARES=8,5,3."
+        )
+    return tuple(int(word) for word in words)
+
+
+def _closest(name: str, known: Mapping[str, Any]) -> str:
+    return did_you_mean(name.lower(), known) or f" Settings are {', '.join(sorted(known))}."
+
+
+def _read_file(environ: Mapping[str, str], directory: Path) -> tuple[dict[str, Any], Path]:
+    named = environ.get("RAGTAG_CONFIG", "")
+    file = directory / (named or "ragtag.toml")
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8")).get("config", {})
+    except FileNotFoundError as error:
+        if not named:
+            return {}, file
+        raise SettingError(f"The environment variable RAGTAG_CONFIG names {file}, which does not exist.") from error
+    except OSError as error:
+        raise SettingError(f"The settings file {file} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"The settings file {file} is not valid TOML: {error}.") from error
+    if not isinstance(table, dict):
+        raise SettingError(f"{file}: config = {table!r} is not valid. Expected a table: [config], then name = value.")
+    return table, file
+
+
+def _read_environment(environ: Mapping[str, str], fields: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    found = {}
+    for variable, text in environ.items():
+        if not variable.upper().startswith(_PREFIX) or variable in (_PREFIX + name for name in _OTHER_VARIABLES):
+            continue
+        name = variable[len(_PREFIX) :].lower()
+        if variable == _PREFIX + name.upper() and name in fields:
+            # Job scripts set variables to nothing to unset them.
+            if text.strip():
+                found[name] = (variable, text.strip())
+            continue
+        close = did_you_mean(_PREFIX + name.upper(), _similar(name, fields))
+        if close:
+            raise SettingError(f"The environment variable {variable} = '{text}' names no setting.{close}")
+    return found
+
+
+def _similar(name: str, fields: Mapping[str, Any]) -> list[str]:
+    # Compared without the shared prefix, which would make everything look alike.
+    return [_PREFIX + field.upper() for field in fields if did_you_mean(name, [field])]
+
+
+def _parse(text: str, kind: Any) -> Any:
+    """Read `text` as `kind` would be written; what does not fit stays text, for `_checked` to refuse."""
+    value = _none_if_spelt(text, kind)
+    if value is None:
+        return None
+    kinds = _plain_types(kind)
+    if bool in kinds:
+        return True if text.lower() in _TRUE else False if text.lower() in _FALSE else text
+    for number in (int, float):
+        if number in kinds:
+            try:
+                return number(text)
+            except ValueError:
+                return text
+    return text
+
+
+def _none_if_spelt(value: Any, kind: Any) -> Any:
+    # Neither TOML nor the environment has a None.
+    spelt = isinstance(value, str) and value.strip().lower() == "none" and type(None) in _plain_types(kind)
+    return None if spelt else value
+
+
+def _plain_types(kind: Any) -> set[Any]:
+    if get_origin(kind) is Annotated:
+        return _plain_types(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return {str}
+    parts = get_args(kind)
+    return set().union(*(_plain_types(part) for part in parts)) if parts else {kind}
+
+
+def _expected(kind: Any) -> str:
+    for part in (kind, *get_args(kind)):
+        for note in getattr(part, "__metadata__", ()):
+            return note.description
+    raise AssertionError(f"a setting of type {kind} has no description")
+
+
+def _checked(name: str, value: Any, kind: Any, source: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        message = f"{name} = {value!r}{source} is not valid. Expected {_expected(kind)}."
+    raise SettingError(message)

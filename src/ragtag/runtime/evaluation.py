@@ -1,0 +1,120 @@
+"""Evaluate a dataset on all ranks, with the value one process would give.
+
+The dataset is cut into the same runs whatever the number of ranks; each run's sums go to their own place in one
+vector, and everybody adds that vector up in the same order. So the value does not depend on who computed what, to the
+last bit.
+"""
+
+from typing import Any
+
+import msgspec
+import torch
+
+from ragtag.comm.group import Group
+from ragtag.control.sharing import units_per_rank
+from ragtag.core.errors import LossError
+from ragtag.core.ledger import Ledger
+from ragtag.core.values import Plan
+from ragtag.runtime.batches import to_device
+from ragtag.runtime.loader import UnitLoader
+from ragtag.runtime.loss import as_metric, number_of
+from ragtag.runtime.modes import mode
+from ragtag.runtime.precision import autocast
+
+
+class Evaluation(float):
+    """The weighted mean of `metric_fn` over a dataset: a float, with what went into it."""
+
+    metrics: dict[str, float]
+    """Further means, from `ragtag.Loss(..., metrics=...)`."""
+    samples: int
+    weight: float
+
+    def __new__(cls, value: float, *, metrics: dict[str, float], samples: int, weight: float) -> "Evaluation":
+        """Make one from its parts."""
+        self = super().__new__(cls, value)
+        self.metrics = metrics
+        self.samples = samples
+        self.weight = weight
+        return self
+
+    def to_state(self) -> dict[str, Any]:
+        """A plain record for checkpoints."""
+        return {"value": float(self), "metrics": self.metrics, "samples": self.samples, "weight": self.weight}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Evaluation":
+        """Back from `to_state`."""
+        return cls(state["value"], metrics=state["metrics"], samples=state["samples"], weight=state["weight"])
+
+
+class _Run(msgspec.Struct, frozen=True):
+    unit: int
+    total: float
+    count: float
+    metrics: dict[str, float]
+
+
+def evaluate(
+    model: torch.nn.Module,
+    metric_fn: Any,
+    loader: UnitLoader,
+    *,
+    dataset_size: int,
+    run_size: int,
+    plan: Plan,
+    group: Group,
+    device: torch.device,
+    precision: str,
+    name: str,
+) -> Evaluation:
+    """Mean of `metric_fn` over the whole dataset, in evaluation mode, without gradients; equal on every rank.
+
+    Args:
+        run_size: samples in one forward; depends on settings only, never on the cluster.
+        name: distinguishes this evaluation from every other one of the run.
+    """
+    ledger = Ledger(step=0, samples=dataset_size, unit=run_size, units_per_rank=_units(plan, dataset_size, run_size))
+    mine = list(ledger.todo(group.rank))
+    runs: list[_Run] = []
+    ahead = 0
+    with mode(model, training=False), torch.no_grad(), autocast(precision, device):
+        for position, unit in enumerate(mine):
+            while ahead < min(len(mine), position + 4):
+                start, stop = ledger.span(mine[ahead])
+                loader.request((0, mine[ahead]), 0, tuple(range(start, stop)))
+                ahead += 1
+            start, stop = ledger.span(unit)
+            batch = to_device(loader.take([(0, unit)]), device)
+            loss = as_metric(metric_fn(model, batch), num_samples=stop - start)
+            metrics = {key: number_of(value) for key, value in loss.metrics.items()}
+            runs.append(_Run(unit, number_of(loss.total), number_of(loss.count), metrics))
+            group.note(group.step, f"evaluating, {position + 1} of {len(mine)} runs done")
+    names = _metric_names(group, runs, name)
+    table = torch.zeros(ledger.num_units, 2 + len(names), dtype=torch.float64)
+    for run in runs:
+        table[run.unit] = torch.tensor(
+            [run.total, run.count, *(run.metrics[key] for key in names)], dtype=torch.float64
+        )
+    flat = table.view(-1)
+    group.wait(group.all_reduce(flat), "evaluating")
+    total, weight, *sums = (sum(column) for column in zip(*table.tolist()))
+    mean = total / weight if weight else float("nan")
+    metrics = {key: value / weight if weight else float("nan") for key, value in zip(names, sums)}
+    return Evaluation(mean, metrics=metrics, samples=dataset_size, weight=weight)
+
+
+def _units(plan: Plan, dataset_size: int, run_size: int) -> tuple[int, ...]:
+    return units_per_rank(msgspec.structs.replace(plan, unit=run_size), dataset_size)
+
+
+def _metric_names(group: Group, runs: list[_Run], name: str) -> list[str]:
+    own = sorted({key for run in runs for key in run.metrics})
+    for run in runs:
+        if sorted(run.metrics) != own:
+            raise LossError(f"metric_fn returned metrics {sorted(run.metrics)} for one batch and {own} over all.")
+    everybody = group.gather(f"metric names of {name}", own)
+    union = sorted({key for names in everybody for key in names})
+    if runs and own != union:
+        raise LossError(f"metric_fn returned metrics {own} on rank {group.rank} and {union} over all ranks.")
+    return union

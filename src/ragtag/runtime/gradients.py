@@ -1,0 +1,232 @@
+"""A rank's own gradient sum, and its way into buckets that the ring adds up over all ranks.
+
+The one idea: a bucket is a *copy* of the own sum, launched in one fixed order on every rank as soon as the last
+backward has produced everything in it. The own sum stays untouched until the step is applied, so a reduction can
+always be done again.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ragtag.comm.group import Group, Work
+from ragtag.core.errors import ModelError
+from ragtag.runtime.device import HostMirror
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+class Slot(NamedTuple):
+    """Where one parameter lies in its bucket."""
+
+    index: int
+    parameter: torch.nn.Parameter
+    view: torch.Tensor
+
+
+class Bucket:
+    """A flat fp32 (fp64 for fp64 parameters) tensor that travels in one piece, and views of it shaped like
+    parameters."""
+
+    def __init__(self, members: list[tuple[int, torch.nn.Parameter]], dtype: torch.dtype) -> None:
+        device = members[0][1].device
+        self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=dtype, device=device)
+        self.mirror = HostMirror(self.flat)
+        self.slots: list[Slot] = []
+        offset = 0
+        for index, parameter in members:
+            view = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
+            self.slots.append(Slot(index, parameter, view))
+            offset += parameter.numel()
+        self.waiting = 0
+        self.work: Work | None = None
+
+
+class GradientSums:
+    """Own sums of one step, bucketed and reduced; `install` writes the result to `parameter.grad`.
+
+    Args:
+        parameters: (name, parameter) of everything the optimizer trains, in the same order on every rank.
+        group: where buckets are reduced.
+        bucket_bytes: size at which a bucket is closed.
+        wire: "fp32" or "bf16" on the wire.
+        overlap: launch buckets from inside the last backward.
+    """
+
+    def __init__(
+        self, parameters: NamedParameters, group: Group, *, bucket_bytes: int, wire: str = "fp32", overlap: bool = True
+    ) -> None:
+        self._group = group
+        self._wire = None if wire == "fp32" else wire
+        self._overlap = overlap
+        self.names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self.buckets = _make_buckets(self._parameters, bucket_bytes)
+        self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
+        self._wide = [_needs_fp32_sum(parameter) for parameter in self._parameters]
+        self._own: list[torch.Tensor | None] = [None] * len(self._parameters)
+        # How often each parameter's gradient arrives in one backward, learned from the first one. Re-entrant
+        # checkpointing makes a shared parameter arrive more than once; one that never arrives must not hold its
+        # bucket back.
+        self._expected: list[int] | None = None
+        self._arrived = [0] * len(self._parameters)
+        self._launching = False
+        self._next = 0
+        self.launched_too_early = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._on_gradient(index, p))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self) -> None:
+        """Forget the last step's gradients and start a new own sum."""
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            self._own[index] = None
+        self._reset_launch()
+
+    def _reset_launch(self) -> None:
+        self._launching = False
+        self._next = 0
+        self.launched_too_early = False
+        for bucket in self.buckets:
+            bucket.work = None
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Announce the next backward; during the last one of a step, complete buckets are launched as they fill."""
+        if self._expected is None and any(self._arrived):
+            self._expected = list(self._arrived)
+        self._arrived = [0] * len(self._parameters)
+        self._launching = last and self._overlap and self._expected is not None
+        if self._launching:
+            expected = self._expected
+            assert expected is not None
+            for bucket in self.buckets:
+                bucket.waiting = sum(1 for slot in bucket.slots if expected[slot.index] > 0)
+
+    def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        grad = parameter.grad
+        if grad is None:
+            return
+        if grad.is_sparse:
+            raise ModelError(
+                f"parameter '{self.names[index]}' has a sparse gradient; ragtag reduces dense ones. "
+                f"Use nn.Embedding(..., sparse=False)."
+            )
+        if self._wide[index]:
+            own = self._own[index]
+            if own is None:
+                self._own[index] = grad.float()
+            else:
+                own.add_(grad)
+            parameter.grad = None
+        self._arrived[index] += 1
+        if self._launching:
+            self._count_down(index)
+
+    def _count_down(self, index: int) -> None:
+        assert self._expected is not None
+        bucket = self._bucket_of[index]
+        if bucket.work is not None:
+            # It arrived after its bucket had left: every rank will reduce again, from own sums that are still whole.
+            self.launched_too_early = True
+        expected = self._expected[index]
+        if self._arrived[index] == expected:
+            bucket.waiting -= 1
+            while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+                self._launch_next()
+        elif self._arrived[index] > expected:
+            self._expected[index] = self._arrived[index]
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        sources, targets = [], []
+        for slot in bucket.slots:
+            own = self.own_sum(slot.index)
+            if own is None:
+                slot.view.zero_()
+            else:
+                sources.append(own)
+                targets.append(slot.view)
+        with torch.no_grad():
+            if sources:
+                torch._foreach_copy_(targets, sources)
+        bucket.mirror.send()
+        bucket.work = self._group.all_reduce(bucket.mirror.host, wire=self._wire, ready=bucket.mirror.ready)
+
+    def launch_rest(self) -> None:
+        """Launch every bucket that the hooks have not launched: unused parameters, ranks without samples."""
+        self._launching = False
+        while self._next < len(self.buckets):
+            self._launch_next()
+
+    def launch_again(self) -> None:
+        """Reduce once more from the own sums, without overlap from now on."""
+        self._overlap = False
+        self._reset_launch()
+        self.launch_rest()
+
+    def wait(self) -> None:
+        """Wait until every bucket holds the sum over ranks (bounded by the group)."""
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            self._group.wait(bucket.work, "reducing gradients")
+            bucket.mirror.receive()
+
+    def own_sum(self, index: int) -> torch.Tensor | None:
+        """This rank's own gradient sum of one parameter, or None if it had none."""
+        return self._own[index] if self._wide[index] else self._parameters[index].grad
+
+    def has_gradient(self) -> bytes:
+        """One bit per parameter, least significant first: did this rank see a gradient for it."""
+        bits = 0
+        for index in range(len(self._parameters)):
+            if self.own_sum(index) is not None:
+                bits |= 1 << index
+        return bits.to_bytes((len(self._parameters) + 7) // 8, "little")
+
+    def norm(self) -> torch.Tensor:
+        """2-norm of the reduced sum over all buckets, a scalar on the device (fp64 where it has that)."""
+        norms = [torch.linalg.vector_norm(bucket.flat) for bucket in self.buckets if bucket.flat.numel()]
+        if not norms:
+            return torch.zeros(())
+        wide = torch.float32 if norms[0].device.type == "mps" else torch.float64
+        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, wide) for norm in norms]))
+
+    def install(self, factor: float, has_gradient: bytes) -> None:
+        """Give every parameter used anywhere `factor` x the reduced sum as its `grad`; None to the others."""
+        bits = int.from_bytes(has_gradient, "little")
+        for bucket in self.buckets:
+            bucket.flat.mul_(factor)
+            for index, parameter, view in bucket.slots:
+                self._own[index] = None
+                if not bits >> index & 1:
+                    parameter.grad = None
+                else:
+                    parameter.grad = view.to(parameter.dtype)
+
+
+def _needs_fp32_sum(parameter: torch.nn.Parameter) -> bool:
+    return parameter.dtype in (torch.float16, torch.bfloat16)
+
+
+def _make_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) -> list[Bucket]:
+    """Reverse registration order, since backward reaches the last layers first; one dtype and device a bucket."""
+    buckets: list[Bucket] = []
+    open_members: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.nn.Parameter]]] = {}
+    for index, parameter in reversed(list(enumerate(parameters))):
+        dtype = torch.float32 if _needs_fp32_sum(parameter) else parameter.dtype
+        members = open_members.setdefault((dtype, parameter.device), [])
+        members.append((index, parameter))
+        if sum(p.numel() for _, p in members) * dtype.itemsize >= bucket_bytes:
+            buckets.append(Bucket(members, dtype))
+            del open_members[dtype, parameter.device]
+    buckets.extend(Bucket(members, dtype) for (dtype, _), members in open_members.items())
+    return buckets

@@ -1,0 +1,225 @@
+"""From a user's arguments to a `Run`: check everything, agree with the other ranks, try the loss, make the first plan.
+
+Every rank goes through the same steps in the same order, so an error is the same everywhere and nobody is left waiting.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils.data import default_collate
+
+from ragtag.comm.group import Group
+from ragtag.control.sharing import choose_unit, initial_plan
+from ragtag.core.config import Config
+from ragtag.core.errors import DataError
+from ragtag.core.sampler import Sampler
+from ragtag.runtime import checks
+from ragtag.runtime import state as run_state
+from ragtag.runtime.agree import compare, fingerprint
+from ragtag.runtime.buffers import UnitBuffers
+from ragtag.runtime.device import Stopwatch, choose_device, device_kind
+from ragtag.runtime.loader import UnitLoader, check_dataset, loader_settings
+from ragtag.runtime.loader_worker import read_samples
+from ragtag.runtime.precision import LossScale, check_precision, supported_precision
+from ragtag.runtime.randomness import preserved_random_state
+from ragtag.runtime.run import Run
+from ragtag.runtime.trial import CANDIDATES, Nature, choose_samples, try_loss
+
+log = logging.getLogger("ragtag")
+
+
+def prepare(
+    group: Group,
+    *,
+    model: torch.nn.Module,
+    optimizer: Any,
+    loss_fn: Any,
+    dataset: Any,
+    global_batch_size: int,
+    shares: Sequence[int] | None,
+    seed: int,
+    shuffle: bool,
+    precision: str,
+    clip_norm: float | None,
+    scheduler: Any,
+    loader: Mapping[str, Any],
+    state: Mapping[str, Any],
+    config: Config,
+) -> Run:
+    """Check every argument, agree with the other ranks, find out the model's nature, and make the first plan."""
+    checks.check_settings(
+        loss_fn=loss_fn,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        shuffle=shuffle,
+        clip_norm=clip_norm,
+        state=state,
+    )
+    check_precision(precision)
+    checks.check_model(model)
+    check_dataset(dataset)
+    size = len(dataset)
+    settings = loader_settings(loader)
+    device = _device_of(model)
+    model.to(device)
+    optimizer = checks.make_optimizer(optimizer, model)
+    scheduler = checks.make_scheduler(scheduler, optimizer)
+    sampler = Sampler(dataset_size=size, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle)
+    make_loader = partial(
+        UnitLoader,
+        **vars(settings),
+        device=device,
+        seed=seed,
+        seed_samples=config.seed_samples,
+        patience_s=config.patience_s,
+    )
+    compare(
+        group.gather(
+            "fingerprint",
+            fingerprint(
+                model,
+                optimizer,
+                lambda index: _sample(dataset, 0, index, seed, config),
+                size,
+                {
+                    "global_batch_size": global_batch_size,
+                    "shares": None if shares is None else list(shares),
+                    "seed": seed,
+                    "shuffle": shuffle,
+                    "precision": precision,
+                    "clip_norm": clip_norm,
+                    "scheduler": type(scheduler).__name__,
+                    "state": sorted(state),
+                    **{f"config.{name}": value for name, value in msgspec.to_builtins(config).items()},
+                },
+            ),
+        ),
+        group.hosts,
+    )
+    _take_rank_0_values(model, optimizer, scheduler, state, group)
+    nature = _find_nature(
+        model, loss_fn, dataset, settings.collate_fn or default_collate, sampler, device, state, config, group
+    )
+    unit, unit_reason = _unit(nature, config, sampler)
+    by_unit = config.unit is not None or not nature.separable
+    plan = initial_plan(
+        world_size=group.world_size,
+        global_batch_size=global_batch_size,
+        unit=unit,
+        shares=shares,
+        micro_batch=config.micro_batch,
+        separable_reason=unit_reason,
+    )
+    own_precision, precision_reason = supported_precision(precision, device)
+    if precision_reason:
+        log.warning("rank %d: %s", group.rank, precision_reason)
+    if group.rank == 0:
+        log.info("%d rank(s), plan %s: %s", group.world_size, plan.id, plan.reason)
+    buffers = dict(model.named_buffers())
+    return Run(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loss_fn=loss_fn,
+        loader=make_loader(dataset),
+        make_loader=make_loader,
+        sampler=sampler,
+        group=group,
+        device=device,
+        device_kinds=tuple(group.gather("device kind", device_kind(device))),
+        plan=plan,
+        nature=nature,
+        by_unit=by_unit,
+        seed=seed,
+        precision=own_precision,
+        clip_norm=clip_norm,
+        config=config,
+        state=state,
+        loss_scale=LossScale(precision),
+        buffers=UnitBuffers([(name, buffers[name]) for name in nature.changed_buffers], group),
+        stopwatch=Stopwatch(device),
+    )
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    """The accelerator the user has put the model on, else this process's own device."""
+    own = next(iter(model.parameters())).device
+    return own if own.type != "cpu" else choose_device()
+
+
+def _take_rank_0_values(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, objects: Mapping[str, Any], group: Group
+) -> None:
+    if group.world_size == 1:
+        return
+    group.broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]], source=0)
+    tree = {
+        "optimizer": optimizer.state_dict() if optimizer.state else None,
+        "state": {name: item.state_dict() for name, item in objects.items()},
+    }
+    tree = run_state.broadcast_tree(tree, group, "values of rank 0")
+    if group.rank != 0:
+        if tree["optimizer"] is not None:
+            optimizer.load_state_dict(tree["optimizer"])
+        for name, item in objects.items():
+            item.load_state_dict(tree["state"][name])
+
+
+def _find_nature(
+    model: torch.nn.Module,
+    loss_fn: Any,
+    dataset: Any,
+    collate: Any,
+    sampler: Sampler,
+    device: torch.device,
+    objects: Mapping[str, Any],
+    config: Config,
+    group: Group,
+) -> Nature:
+    """Rank 0 tries the loss; everybody learns what it found."""
+    nature: Nature | None = None
+    if group.rank == 0:
+        group.note(0, "trying the loss on a few samples")
+        first = sampler.batch(1)
+        indices = sampler.indices(1, 0, min(CANDIDATES, first.size))
+        nature = try_loss(
+            model,
+            loss_fn,
+            choose_samples([_sample(dataset, first.epoch, index, sampler.seed, config) for index in indices]),
+            collate,
+            device,
+            by_unit=config.unit is not None,
+            check_loss=config.check_loss,
+            state_modules=tuple(objects.values()),
+        )
+    found = group.gather("nature", None if nature is None else msgspec.to_builtins(nature))[0]
+    return msgspec.convert(found, Nature)
+
+
+def _sample(dataset: Any, epoch: int, index: int, seed: int, config: Config) -> Any:
+    """`dataset[index]` as a step would read it."""
+    with preserved_random_state():
+        try:
+            return read_samples(dataset, epoch, (index,), seed if config.seed_samples else None)[0]
+        except Exception as error:
+            raise DataError(f"dataset[{index}] failed: {type(error).__name__}: {error}") from error
+
+
+def _unit(nature: Nature, config: Config, sampler: Sampler) -> tuple[int, str]:
+    if config.unit is not None:
+        return config.unit, f"unit {config.unit}: as configured; {nature.reason}"
+    unit, reason = choose_unit(
+        global_batch_size=sampler.global_batch_size, separable=nature.separable, batch_norm=nature.batch_norm
+    )
+    if not nature.separable:
+        unit = min(unit, config.micro_batch or unit)
+        if nature.batch_norm:
+            unit = checks.unit_without_single_samples(
+                unit, dataset_size=sampler.dataset_size, global_batch_size=sampler.global_batch_size
+            )
+        reason = f"unit {unit}: {nature.reason}"
+    return unit, reason

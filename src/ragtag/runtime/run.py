@@ -1,0 +1,151 @@
+"""What one rank holds while it trains: the model, the plan, and the parts that a step uses. State, no policy."""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ragtag.comm.group import Group
+from ragtag.control.sharing import units_per_rank
+from ragtag.core.config import Config
+from ragtag.core.ledger import Ledger, micro_batches
+from ragtag.core.sampler import Sampler
+from ragtag.core.values import Plan
+from ragtag.runtime.buffers import UnitBuffers
+from ragtag.runtime.device import Stopwatch
+from ragtag.runtime.gradients import GradientSums
+from ragtag.runtime.loader import UnitLoader
+from ragtag.runtime.precision import LossScale
+from ragtag.runtime.replicas import check_replicas
+from ragtag.runtime.trial import Nature
+
+log = logging.getLogger("ragtag")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Mutable state of one rank, changed only at step boundaries."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any | None
+    loss_fn: Callable[[torch.nn.Module, Any], Any]
+    loader: UnitLoader
+    make_loader: Callable[[Any], UnitLoader]
+    sampler: Sampler
+    group: Group
+    device: torch.device
+    device_kinds: Sequence[str]
+    plan: Plan
+    nature: Nature
+    by_unit: bool
+    seed: int
+    precision: str
+    clip_norm: float | None
+    config: Config
+    state: Mapping[str, Any]
+    loss_scale: LossScale
+    buffers: UnitBuffers
+    stopwatch: Stopwatch
+    committed: int = 0
+    non_finite_steps: int = 0
+    generation: int = 0
+    apply_s: float = 0.0
+    _gradients: GradientSums | None = None
+    _requested_through: int = 0
+    _trainable: tuple[int, ...] = field(default=())
+
+    @property
+    def loss_factor(self) -> float:
+        """What every sum of losses is multiplied by before backward, equal on all ranks; divided out after the
+        reduction."""
+        return self.loss_scale.value / self.sampler.global_batch_size
+
+    def gradients(self) -> GradientSums:
+        """The gradient sums over what is trainable now; built again when the script froze or unfroze parameters."""
+        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and id(p) in optimized]
+        trainable = tuple(id(p) for _, p in named)
+        if self._gradients is None or trainable != self._trainable:
+            if self._gradients is not None:
+                self._gradients.begin()  # no stale gradient stays on what was frozen
+                self._gradients.close()
+            self._trainable = trainable
+            self._gradients = GradientSums(
+                named,
+                self.group,
+                bucket_bytes=self.config.bucket_bytes,
+                wire=self.config.wire,
+                overlap=self.config.overlap,
+            )
+        return self._gradients
+
+    def pieces(self, ledger: Ledger) -> list[tuple[int, ...]]:
+        """This rank's units, grouped into micro-batches."""
+        todo = ledger.todo(self.group.rank)
+        if self.by_unit:
+            return [(unit,) for unit in todo]
+        return micro_batches(ledger, todo, self.plan.micro_batch[self.group.rank])
+
+    def prefetch(self, number: int) -> None:
+        """Ask the loader for this rank's units of step `number` and of those after it that it reads ahead."""
+        for step in range(max(number, self._requested_through + 1), number + 1 + self.loader.prefetch):
+            batch = self.sampler.batch(step)
+            ledger = Ledger(
+                step=step,
+                samples=batch.size,
+                unit=self.plan.unit,
+                units_per_rank=units_per_rank(self.plan, batch.size),
+            )
+            for unit in ledger.todo(self.group.rank):
+                self.loader.request((step, unit), batch.epoch, self.sampler.indices(step, *ledger.span(unit)))
+            self._requested_through = step
+
+    def adopt(self, plan: Plan) -> None:
+        """Switch to another plan at a step boundary; what is prefetched and still ours is kept."""
+        self.plan = plan
+        wanted = set()
+        for step in range(self.committed + 1, self._requested_through + 1):
+            batch = self.sampler.batch(step)
+            counts = units_per_rank(plan, batch.size)
+            ledger = Ledger(step=step, samples=batch.size, unit=plan.unit, units_per_rank=counts)
+            wanted |= {(step, unit) for unit in ledger.todo(self.group.rank)}
+        self.loader.keep(wanted)
+        self._requested_through = self.committed
+
+    def jump_to(self, committed: int) -> None:
+        """Go on after step `committed`, for instance after a checkpoint was loaded."""
+        self.committed = committed
+        self.loader.keep(set())
+        self._requested_through = committed
+
+    def step_scheduler(self, loss: float) -> None:
+        """One scheduler step for one committed step."""
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+    def check_replicas(self, number: int) -> None:
+        """Compare replicas by hash where the configuration says so."""
+        every = self.config.check_replicas_every
+        if every and number % every == 0:
+            check_replicas(self.named_tensors(), self.group, self.device_kinds, number)
+
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and buffers by name, in the same order on every rank."""
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def warn(self, message: str) -> None:
+        """Warn once a message, on rank 0."""
+        if self.group.rank == 0:
+            warnings.warn(message, UserWarning, stacklevel=4)
+
+    def close(self) -> None:
+        """Take hooks off the model and end loader workers."""
+        if self._gradients is not None:
+            self._gradients.close()
+        self.loader.close()

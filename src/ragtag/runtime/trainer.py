@@ -1,0 +1,259 @@
+"""`Trainer`: the whole public surface of training. It checks, connects and prepares; the step itself is in
+`step.py`."""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ragtag.checkpoint.file import load_file, save_file
+from ragtag.comm.process_exit import guard, release
+from ragtag.comm.rendezvous import connect
+from ragtag.core.config import Config, shares_from_environment
+from ragtag.core.errors import SettingError, did_you_mean
+from ragtag.core.values import Plan, StepReport
+from ragtag.runtime import checks, state
+from ragtag.runtime.evaluation import Evaluation, evaluate
+from ragtag.runtime.loader import UnitLoader, check_dataset
+from ragtag.runtime.prepare import prepare
+from ragtag.runtime.script import ScriptPosition
+from ragtag.runtime.step import run_step
+
+log = logging.getLogger("ragtag")
+
+
+class Trainer:
+    """Trains one model over unequal ranks, with the gradient one big device would give.
+
+    Args:
+        model: a bare `torch.nn.Module`; it is moved to this rank's device, and takes rank 0's values.
+        optimizer: a `torch.optim.Optimizer` over the model's parameters, or a callable from parameters to one.
+        loss_fn: called with (model, batch); returns the mean over the batch's samples (a scalar tensor), or
+            `ragtag.Loss(total, count)` for any other weighting, such as by tokens.
+        dataset: map-style (`__len__` and `__getitem__`), whole on every rank.
+        global_batch_size: samples of one optimizer step, over all ranks, whatever the cluster does.
+        shares: samples of a full batch for each rank, to pin the split; default: chosen (or RAGTAG_SHARES).
+        seed: of the sample order, of `dataset[i]`'s and of the units' random numbers.
+        shuffle: a new permutation of the dataset every epoch; else its own order.
+        precision: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with one dynamic loss scale for all
+        ranks). clip_norm: largest 2-norm of the whole gradient, applied after the reduction. scheduler: a
+        learning-rate scheduler, or a callable from the optimizer to one; stepped once a committed step. loader:
+        DataLoader words: num_workers, collate_fn, pin_memory, worker_init_fn, multiprocessing_context, prefetch.
+        state: further objects with `state_dict` and `load_state_dict` (an EMA) that are saved and sent along. config:
+        everything else; see `ragtag.Config`.
+
+    Raises:
+        RagtagError: a subclass that says what is wrong, where, and what to type next. The same on every rank.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+        loss_fn: Callable[[torch.nn.Module, Any], Any],
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        shares: Sequence[int] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        scheduler: Any | None = None,
+        loader: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        config: Config | None = None,
+        **misspelt: Any,
+    ) -> None:
+        self._script = ScriptPosition()
+        self._eval_loaders: dict[int, tuple[Any, UnitLoader]] = {}
+        self._num_evaluations = 0
+        config = Config() if config is None else config
+        patience_s = config.patience_s if isinstance(config, Config) else Config().patience_s
+        self._group = connect(patience_s)
+        guard(self._group)
+        with self._failure_reaches_all("setting up the trainer"):
+            if misspelt:
+                raise SettingError(_unknown_argument(next(iter(misspelt))))
+            if not isinstance(config, Config):
+                raise SettingError(f"config is a {type(config).__name__}; expected ragtag.Config(...).")
+            self._run = prepare(
+                self._group,
+                model=model,
+                optimizer=optimizer,
+                loss_fn=loss_fn,
+                dataset=dataset,
+                global_batch_size=global_batch_size,
+                shares=shares_from_environment(os.environ) if shares is None else shares,
+                seed=seed,
+                shuffle=shuffle,
+                precision=precision,
+                clip_norm=clip_norm,
+                scheduler=scheduler,
+                loader={} if loader is None else loader,
+                state={} if state is None else state,
+                config=config,
+            )
+
+    @property
+    def plan(self) -> Plan:
+        """How work is shared out now, and why."""
+        return self._run.plan
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, 0 for a single process."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train together."""
+        return self._group.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device, where model and batches are."""
+        return self._run.device
+
+    def steps(self, n: int) -> Iterator[StepReport]:
+        """Train, yielding the next `n` committed steps, with parameters already updated at each yield.
+
+        Epochs roll over. Skipped steps are counted and yielded with `skipped` set. The k-th call covers a fixed range
+        of step numbers: after `load`, ranges already committed yield nothing.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise SettingError(f"steps({n!r}): expected a whole number of steps, at least 0.")
+        call, first, last = self._script.claim(n)
+        return self._steps(call, first, last)
+
+    def _steps(self, call: int, first: int, last: int) -> Iterator[StepReport]:
+        complete = False
+        try:
+            for number in range(max(first, self._run.committed + 1), last + 1):
+                with self._failure_reaches_all(f"step {number}"):
+                    report = run_step(self._run, number)
+                self._group.note(number, "the script's own code after this step")
+                yield report
+            complete = True
+        finally:
+            self._script.finish(call, committed=self._run.committed, complete=complete)
+
+    def evaluate(self, dataset: Any, metric_fn: Callable[[torch.nn.Module, Any], Any]) -> Evaluation:
+        """Mean of `metric_fn` over a whole dataset, in evaluation mode, equal on every rank and for any number of
+        ranks.
+
+        Args:
+            dataset: map-style, whole on every rank.
+            metric_fn: called with (model, batch), returns like `loss_fn`.
+
+        Returns:
+            A float with `metrics`, `samples` and `weight`. After a `load`, an evaluation that lies in the script's past
+            returns what it returned then.
+        """
+        if (recorded := self._script.recorded()) is not None:
+            return Evaluation.from_state(recorded)
+        run = self._run
+        with self._failure_reaches_all("evaluating"):
+            checks.check_metric_fn(metric_fn)
+            check_dataset(dataset)
+            size = len(dataset)
+            self._num_evaluations += 1
+            limits = (run.sampler.global_batch_size, run.config.micro_batch or 64, 64, size)
+            value = evaluate(
+                run.model,
+                metric_fn,
+                self._eval_loader(dataset),
+                dataset_size=size,
+                run_size=min(limits),
+                plan=run.plan,
+                group=run.group,
+                device=run.device,
+                precision=run.precision,
+                name=f"evaluation {self._num_evaluations}",
+            )
+        self._script.record(value.to_state())
+        return value
+
+    def _eval_loader(self, dataset: Any) -> UnitLoader:
+        """One loader a dataset, kept, so that its worker processes start once."""
+        if id(dataset) not in self._eval_loaders:
+            self._eval_loaders[id(dataset)] = (dataset, self._run.make_loader(dataset))
+        return self._eval_loaders[id(dataset)][1]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything needed to continue to one safetensors file, atomically. Call it on every rank; rank 0
+        writes.
+
+        Raises:
+            CheckpointError: on every rank, when rank 0 could not write; an older file is left intact.
+        """
+        with self._failure_reaches_all(f"saving {path}"):
+            if self._group.rank == 0:
+                save_file(Path(path), state.collect(self._run, self._script.state_dict()))
+            self._group.barrier(f"saving {path}")
+
+    def load(self, path: str | os.PathLike[str], *, replay: bool = True) -> None:
+        """Continue from a file that `save` wrote, on any number of ranks; only rank 0 needs the file.
+
+        Args:
+            path: the file.
+            replay: before the first `steps` call, take this script to be the one that saved, started again: ranges and
+                evaluations that lie in its past are not done again. With False, the next `steps` goes on after the
+                saved step.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another model or run; nothing was changed.
+        """
+        with self._failure_reaches_all(f"loading {path}"):
+            tree = load_file(Path(path)) if self._group.rank == 0 else None
+            if tree is not None:
+                state.check(self._run, tree, str(path))
+            tree = state.broadcast_tree(tree, self._group, f"load {path}")
+            state.restore(self._run, tree)
+            self._script.load_state_dict(tree["script"], committed=tree["committed"], replay=replay)
+        if self._group.rank == 0:
+            log.info("loaded %s: %d steps are done", path, self._run.committed)
+
+    def close(self) -> None:
+        """Leave the group and end loader workers; the process's end does it too."""
+        self._run.close()
+        for _, loader in self._eval_loaders.values():
+            loader.close()
+        self._group.close()
+        release(self._group)
+
+    def __enter__(self) -> "Trainer":
+        """Use as a context manager to close at its end."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Close; an error on its way out is told to the other ranks first."""
+        if error is not None:
+            self._group.announce_failure(error, "the script's own code")
+        self.close()
+
+    @contextmanager
+    def _failure_reaches_all(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if getattr(error, "origin_rank", None) is None:  # else all ranks raise it by themselves
+                self._group.announce_failure(error, doing)
+            raise
+
+
+def _unknown_argument(name: str) -> str:
+    known = list(inspect.signature(Trainer).parameters)
+    fields = [field.name for field in msgspec.structs.fields(Config)]
+    if name in fields:
+        return (
+            f"Trainer has no argument '{name}'; it is a setting of Config: Trainer(..., "
+            f"config=ragtag.Config({name}=...))."
+        )
+    return f"Trainer has no argument '{name}'.{did_you_mean(name, [*known, *fields])}"
