@@ -1,4 +1,5 @@
 import collections
+import contextlib
 import dataclasses
 import itertools
 import multiprocessing
@@ -605,8 +606,13 @@ def test_workers_die_with_their_parent_busy_or_idle():
     parent.join(30)
     receiver.close()
     assert parent.exitcode == -signal.SIGKILL
-    assert wait_until_gone(processes)
     parent.close()
+    try:
+        assert wait_until_gone(processes)
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def test_spawned_workers_read_the_same(opened):

@@ -75,21 +75,12 @@ def request(
         raise SettingError(f"script {script!r} was not found in {Path.cwd()}. Options for ragtag come before it.")
     if module and not _is_module(script):
         raise SettingError(f"module {script!r} was not found; is it installed, or under {Path.cwd()}?")
-    pinned = None
-    if shares is not None:
-        try:
-            pinned = tuple(int(share) for share in shares.split(","))
-        except ValueError:
-            raise SettingError(
-                f"--shares must be whole numbers separated by commas, like 8,5,3; got {shares!r}."
-            ) from None
-        if len(pinned) != num_workers:
-            raise SettingError(
-                f"--shares {shares} names {len(pinned)} shares, but there are {num_workers} workers: give one per "
-                f"worker, or --local {len(pinned)}."
-            )
-        if min(pinned) < 0 or sum(pinned) == 0:
-            raise SettingError(f"--shares must be 0 or more each and not all 0; got {shares}.")
+    pinned = None if shares is None else parse_shares(shares)
+    if pinned is not None and len(pinned) != num_workers:
+        raise SettingError(
+            f"--shares {shares} names {len(pinned)} shares, but there are {num_workers} workers: give one per "
+            f"worker, or --local {len(pinned)}."
+        )
     return Request(
         command=(*(("-m",) if module else ()), script, *arguments),
         num_workers=num_workers,
@@ -97,6 +88,21 @@ def request(
         all_output=all_output,
         logs=logs,
     )
+
+
+def parse_shares(text: str) -> tuple[int, ...]:
+    """Return the shares that "8,5,3" names.
+
+    Raises:
+        SettingError: it is no list of whole numbers, 0 or more each and not all 0.
+    """
+    try:
+        shares = tuple(int(share) for share in text.split(","))
+    except ValueError:
+        raise SettingError(f"--shares must be whole numbers separated by commas, like 8,5,3; got {text!r}.") from None
+    if min(shares) < 0 or sum(shares) == 0:
+        raise SettingError(f"--shares must be 0 or more each and not all 0; got {text}.")
+    return shares
 
 
 def launch_local(request: Request, environ: Mapping[str, str] = os.environ) -> int:

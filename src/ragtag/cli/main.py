@@ -15,7 +15,7 @@ from ragtag.core.errors import RagtagError
 app = typer.Typer(
     name="ragtag",
     help="Train one PyTorch model on machines that do not match, exactly, at nearly their summed speed.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -37,11 +37,14 @@ def _version() -> str:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options before the verb."""
+    """Options before the verb; without a verb, help."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command(
@@ -91,6 +94,29 @@ def launch(
             )
         )
     )
+
+
+@app.command(
+    help="""Train a small GPT on this machine with unequal workers, then in one process, and compare the two.
+
+\b
+Examples:
+  ragtag demo                      three workers with 8, 5 and 3 of every 16 samples
+  ragtag demo --shares 12,3,1      other shares
+  ragtag demo --double --json      in fp64, result as JSON
+""",
+)
+def demo(
+    shares: Annotated[str, typer.Option("--shares", help="Samples of every step for each worker.")] = "8,5,3",
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Optimizer steps of each training.")] = 100,
+    double: Annotated[bool, typer.Option("--double", help="Train in fp64.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Compare unequal workers with one process."""
+    from ragtag.cli.demo import run_demo
+    from ragtag.cli.launch import parse_shares
+
+    run_demo(shares=parse_shares(shares), steps=steps, double=double, as_json=as_json)
 
 
 def main() -> None:

@@ -49,20 +49,21 @@ class Output:
     def _pass_on(self, pipe: IO[bytes], shown: BinaryIO | None) -> None:
         rest = b""
         while content := os.read(pipe.fileno(), 1 << 16):
-            with self._lock:
-                if self._log is not None:
-                    self._log.write(content)
-                    self._log.flush()
-            if shown is None:
-                continue
-            if not self._prefix:
+            if shown is not None and not self._prefix:
                 _write(shown, content)
-                continue
             *lines, rest = (rest + content).split(b"\n")
-            _write(shown, b"".join(self._prefix + line + b"\n" for line in lines))
-        if rest and shown is not None:
-            _write(shown, self._prefix + rest + b"\n")
+            self._pass_on_lines(lines, shown)
+        if rest:
+            self._pass_on_lines([rest], shown)
         pipe.close()
+
+    def _pass_on_lines(self, lines: list[bytes], shown: BinaryIO | None) -> None:
+        if shown is not None and self._prefix:
+            _write(shown, b"".join(self._prefix + line + b"\n" for line in lines))
+        with self._lock:
+            if self._log is not None:
+                self._log.write(b"".join(line + b"\n" for line in lines))
+                self._log.flush()
 
 
 def _write(shown: BinaryIO, content: bytes) -> None:

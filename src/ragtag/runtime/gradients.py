@@ -159,7 +159,8 @@ class GradientSums:
             if sources:
                 torch._foreach_copy_(targets, sources)
         bucket.mirror.send()
-        bucket.work = self._group.all_reduce(bucket.mirror.host, wire=self._wire, ready=bucket.mirror.ready)
+        wire = self._wire if bucket.flat.dtype == torch.float32 else None  # fp64 is not asked for to be rounded
+        bucket.work = self._group.all_reduce(bucket.mirror.host, wire=wire, ready=bucket.mirror.ready)
 
     def launch_rest(self) -> None:
         """Launch every bucket that the hooks have not launched: unused parameters, ranks without samples."""

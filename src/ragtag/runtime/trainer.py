@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from ragtag.checkpoint.file import load_file, save_file
-from ragtag.comm.process_exit import guard, release
 from ragtag.comm.rendezvous import connect
 from ragtag.core.config import Config, shares_from_environment
 from ragtag.core.errors import SettingError, did_you_mean
@@ -77,7 +76,6 @@ class Trainer:
         config = Config() if config is None else config
         patience_s = config.patience_s if isinstance(config, Config) else Config().patience_s
         self._group = connect(patience_s)
-        guard(self._group)
         with self._failure_reaches_all("setting up the trainer"):
             if misspelt:
                 raise SettingError(_unknown_argument(next(iter(misspelt))))
@@ -226,7 +224,6 @@ class Trainer:
         for _, loader in self._eval_loaders.values():
             loader.close()
         self._group.close()
-        release(self._group)
 
     def __enter__(self) -> "Trainer":
         """Use as a context manager to close at its end."""

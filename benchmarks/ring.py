@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Ring all-reduce against gloo's built-in one, alternating in the same processes.
 
-    scripts/bench_ring.py                                 # 3 processes over loopback
-    scripts/bench_ring.py --link 1gbit                    # through network namespaces (scripts/netns; needs root)
-    scripts/bench_ring.py --segments 65536,262144,1048576 # compare message sizes
+    scripts/bench ring                                     # 3 processes over loopback
+    scripts/bench ring --link 1gbit                    # through network namespaces (scripts/netns; needs root)
+    scripts/bench ring --segments 65536,262144,1048576 # compare message sizes
 
 A time is the slowest rank's, from a common start; reported are medians, and the ratio of each ring run to the
 gloo run beside it: median (least - greatest).
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SCRIPTS = Path(__file__).resolve().parent
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 NAMESPACE = f"bench{os.getpid() % 1000}"
 
 

@@ -1,0 +1,116 @@
+"""What the step's control costs (ledger, timings, replica hash, vote) beside a bare loop with the same compute and
+reduction.
+
+    scripts/bench control_cost [--workers 4] [--rounds 9] [--steps 20] [--compute-ms 50] [--json]
+
+Compute is a sleep, so that four ranks fit on two cores and only ragtag's own work shows. The bare loop sleeps as long,
+reduces the same bytes over the same ring and steps the same optimizer. Blocks alternate; the figure is the median over
+rounds of the difference, as a share of the step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from torch.utils.data import TensorDataset
+
+import ragtag
+
+
+class Sleeper(torch.nn.Module):
+    """Takes a fixed wall time for forward; a small weight so that the reduction is short."""
+
+    def __init__(self, compute_s: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(10_000))
+        self.compute_s = compute_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.compute_s)
+        return (x * self.weight.mean()).mean()
+
+
+def mean(model, batch):
+    return model(batch[0])
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    model = Sleeper(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    dataset = TensorDataset(torch.zeros(4096, 4))
+    config = ragtag.Config(check_replicas_every=20)
+    world_size = int(os.environ["WORLD_SIZE"])
+    trainer = ragtag.Trainer(model, optimizer, mean, dataset, global_batch_size=world_size, config=config)
+    group = trainer._group
+    model.compute_s = arguments.compute_ms / 1e3
+    batch = [dataset.tensors[0][:1]]
+    flat = torch.zeros(10_000)
+
+    def bare() -> float:
+        group.barrier("benchmark")
+        started = time.perf_counter()
+        for _ in range(arguments.steps):
+            optimizer.zero_grad()
+            mean(model, batch).backward()
+            flat.copy_(model.weight.grad)
+            group.wait(group.all_reduce(flat), "benchmark")
+            model.weight.grad.copy_(flat)
+            optimizer.step()
+        group.barrier("benchmark")
+        return (time.perf_counter() - started) / arguments.steps
+
+    def full() -> float:
+        group.barrier("benchmark")
+        started = time.perf_counter()
+        for _ in trainer.steps(arguments.steps):
+            pass
+        group.barrier("benchmark")
+        return (time.perf_counter() - started) / arguments.steps
+
+    bare(), full()  # warm-up
+    pairs = [(bare(), full()) for _ in range(arguments.rounds)]
+    if trainer.rank == 0:
+        costs = [(b - a) / a for a, b in pairs]
+        row = {
+            "workers": world_size,
+            "bare_step_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
+            "ragtag_step_ms": round(statistics.median(b for _, b in pairs) * 1e3, 2),
+            "cost_median": round(statistics.median(costs), 4),
+            "cost_min": round(min(costs), 4),
+            "cost_max": round(max(costs), 4),
+            "rounds": arguments.rounds,
+        }
+        if arguments.json:
+            print(json.dumps(row))
+        else:
+            print(
+                f"{world_size} workers: bare step {row['bare_step_ms']} ms, ragtag {row['ragtag_step_ms']} ms, control "
+                f"costs {100 * row['cost_median']:.2f} % ({100 * row['cost_min']:.2f} to {100 * row['cost_max']:.2f} %)"
+            )
+    trainer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--compute-ms", type=float, default=50.0)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if "RAGTAG_LAUNCHED" in os.environ:
+        worker(arguments)
+        return
+    launch = [sys.executable, "-m", "ragtag.cli.main", "launch", "--local", str(arguments.workers)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    raise SystemExit(subprocess.run([*launch, __file__, *sys.argv[1:]], env=environ).returncode)
+
+
+if __name__ == "__main__":
+    main()
