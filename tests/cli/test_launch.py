@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -211,17 +212,27 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("number", "status", "how"), [(signal.SIGINT, 130, "stubborn"), (signal.SIGTERM, 143, "polite")]
 )
-def test_a_signal_to_the_launcher_ends_everything_within_5_s(tmp_path, number, status, how):
-    command = [*RAGTAG, "launch", "--local", "2", "--all-output", script(tmp_path, SLEEPS), how]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        pids = started(process, 4)
-        began_s = time.monotonic()
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=20)
-        assert time.monotonic() - began_s < 6
-    assert process.returncode == status
-    assert errors.decode().count("\n") == 1
-    assert signal.Signals(number).name in errors.decode()
+def test_a_signal_to_the_launcher_ends_everything(tmp_path, monkeypatch, capfd, number, status, how):
+    assert launch._INTERRUPT_S + launch._TERMINATE_S < 5.0
+    monkeypatch.setattr(launch, "_INTERRUPT_S", 0.8)
+    monkeypatch.setattr(launch, "_TERMINATE_S", 0.3)
+    logs = tmp_path / "logs"
+    pids = []
+
+    def signal_once_all_have_started():
+        while len(pids) < 4:
+            pids[:] = [int(pid) for log in logs.glob("*.log") for pid in log.read_text().split()]
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=signal_once_all_have_started)
+    thread.start()
+    wanted = request(script=script(tmp_path, SLEEPS), arguments=(how,), num_workers=2, logs=logs)
+    assert launch_local(wanted) == status
+    thread.join()
+    errors = capfd.readouterr().err
+    assert errors.count("\n") == 1
+    assert signal.Signals(number).name in errors
     assert not [pid for pid in pids if alive(pid)]
 
 

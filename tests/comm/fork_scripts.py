@@ -1,7 +1,7 @@
 """Runs scripts as ranks that end as real scripts do: exception hooks, exit handlers, interpreter teardown.
 
 The one idea: this process imports torch once and forks each rank, which then runs its script to the very end.
-`python fork_scripts.py WORLD_SIZE SCRIPT WORD...` runs SCRIPT once per word and prints the outcomes as JSON.
+`python fork_scripts.py SCRIPT 3:WORD...` runs SCRIPT once per word, here as 3 ranks, and prints the outcomes as JSON.
 """
 
 import json
@@ -47,9 +47,10 @@ def outcomes(pids: list[int], folder: str) -> list[dict]:
 
 
 torch.set_num_threads(1)
-world_size, script = int(sys.argv[1]), sys.argv[2]
+script = sys.argv[1]
 answers = {}
-for word in sys.argv[3:]:
+for run in sys.argv[2:]:
+    world_size, word = int(run.split(":")[0]), run.split(":")[1]
     listener = socket.create_server(("127.0.0.1", 0))
     # Not a context manager: the ranks would leave it too.
     folder = tempfile.mkdtemp()

@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -196,21 +197,6 @@ def test_a_killed_rank_is_named_long_before_patience(culprit, how):
     assert len({error.origin_rank for error in outcomes}) == 1, "exactly one rank prints it"
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_frozen_rank_is_named_within_patience(culprit):
-    living = tuple(rank for rank in range(3) if rank != culprit)
-    outcomes = run_ranks(
-        3, receives_signal, culprit, signal.SIGSTOP, 2.0, "ring", expect_failures=True, wait_for=living
-    )
-    for rank in living:
-        error = outcomes[rank]
-        assert isinstance(error, PeerLost), error
-        assert error.rank == culprit
-        assert f"ank {culprit} (" in str(error)
-        assert 1.0 < float(error.__notes__[0]) < 4.0
-    assert len({outcomes[rank].origin_rank for rank in living}) == 1, "exactly one rank prints it"
-
-
 def is_slow(seconds, patience_s):
     group = join(patience_s)
     group.exchange(b"vote")
@@ -221,28 +207,60 @@ def is_slow(seconds, patience_s):
     return "came"
 
 
-def test_slow_is_not_dead_while_the_heart_beats():
-    assert run_ranks(2, is_slow, 1.6, 0.5) == ["came", "came"]
-
-
-def test_a_rank_that_never_comes_is_named_with_what_it_does():
-    outcomes = run_ranks(2, is_slow, 60.0, 0.3, expect_failures=True, wait_for=(0,))
-    assert isinstance(outcomes[0], PeerLost)
-    assert outcomes[0].rank == 1
-    assert "Still behind: rank 1 (" in str(outcomes[0])
-    assert "reading a sample" in str(outcomes[0])
-
-
 def calls_differ():
-    group = join(patience_s=0.3)
+    group = join(patience_s=0.6)
     if group.rank == 0:
         group.exchange(b"a vote of sixteen")
     else:
         group.gather("metrics", 1)
 
 
-def test_ranks_that_make_different_calls_are_told_so():
-    for error in run_ranks(2, calls_differ, expect_failures=True):
+@pytest.fixture(scope="module")
+def waited():
+    """Outcomes of runs that mostly wait, side by side."""
+
+    def frozen(culprit):
+        living = tuple(rank for rank in range(3) if rank != culprit)
+        arguments = (culprit, signal.SIGSTOP, 2.0, "ring")
+        return run_ranks(3, receives_signal, *arguments, expect_failures=True, wait_for=living)
+
+    runs = {
+        "frozen 0": lambda: frozen(0),
+        "frozen 1": lambda: frozen(1),
+        "slow": lambda: run_ranks(2, is_slow, 2.0, 0.7, expect_failures=True),
+        "never": lambda: run_ranks(2, is_slow, 60.0, 0.6, expect_failures=True, wait_for=(0,)),
+        "differ": lambda: run_ranks(2, calls_differ, expect_failures=True),
+    }
+    with ThreadPoolExecutor(len(runs)) as pool:
+        futures = {name: pool.submit(run) for name, run in runs.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_frozen_rank_is_named_within_patience(waited, culprit):
+    living = [error for rank, error in enumerate(waited[f"frozen {culprit}"]) if rank != culprit]
+    for error in living:
+        assert isinstance(error, PeerLost), error
+        assert error.rank == culprit
+        assert f"ank {culprit} (" in str(error)
+        assert 1.0 < float(error.__notes__[0]) < 4.0
+    assert len({error.origin_rank for error in living}) == 1, "exactly one rank prints it"
+
+
+def test_slow_is_not_dead_while_the_heart_beats(waited):
+    assert waited["slow"] == ["came", "came"]
+
+
+def test_a_rank_that_never_comes_is_named_with_what_it_does(waited):
+    error = waited["never"][0]
+    assert isinstance(error, PeerLost)
+    assert error.rank == 1
+    assert "Still behind: rank 1 (" in str(error)
+    assert "reading a sample" in str(error)
+
+
+def test_ranks_that_make_different_calls_are_told_so(waited):
+    for error in waited["differ"]:
         assert isinstance(error, PeerLost)
         assert "ranks make different calls" in str(error)
         assert "exchanging votes" in str(error)

@@ -25,12 +25,10 @@ def train(what):
             if group.rank == 1:
                 if what == "exit":
                     sys.exit(3)
-                if what == "system exit":
-                    raise SystemExit(4)
                 if what == "leave":
                     return
-                if what in ("SIGINT", "SIGKILL"):
-                    os.kill(os.getpid(), getattr(signal, what))
+                if what == "SIGINT":
+                    os.kill(os.getpid(), signal.SIGINT)
         group.wait(group.all_reduce(torch.ones(10)), "summing")
         group.exchange(b"vote")
 
@@ -42,10 +40,10 @@ train(sys.argv[1])
 def ended(tmp_path_factory):
     script = tmp_path_factory.mktemp("scripts") / "train.py"
     script.write_text(SCRIPT)
-    words = ["fine", "raise 0", "raise 1", "exit", "system exit", "leave", "SIGINT", "SIGKILL"]
+    runs = ["2:fine", "2:raise 0", "3:raise 1", "2:exit", "3:leave", "2:SIGINT"]
     environ = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
     answer = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("fork_scripts.py")), "3", str(script), *words],
+        [sys.executable, str(Path(__file__).with_name("fork_scripts.py")), str(script), *runs],
         env=os.environ | environ,
         capture_output=True,
         text=True,
@@ -60,40 +58,39 @@ def statuses(outcomes):
 
 
 def test_a_script_that_ends_well_ends_in_silence(ended):
-    assert statuses(ended["fine"]) == [0, 0, 0]
-    assert [outcome["err"] for outcome in ended["fine"]] == ["", "", ""]
+    assert statuses(ended["fine"]) == [0, 0]
+    assert [outcome["err"] for outcome in ended["fine"]] == ["", ""]
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_an_exception_is_printed_where_it_happened_and_only_there(ended, culprit):
     outcomes = ended[f"raise {culprit}"]
-    assert statuses(outcomes) == [1 if rank == culprit else 75 for rank in range(3)]
-    printed = outcomes[culprit]["err"]
+    assert statuses(outcomes) == [1 if rank == culprit else 75 for rank in range(len(outcomes))]
+    printed = outcomes.pop(culprit)["err"]
     assert printed.count("Traceback") == 1
     assert "ValueError: bad sample\n[ragtag] on rank" in printed
     assert "step 7, training" in printed
-    assert [outcome["err"] for rank, outcome in enumerate(outcomes) if rank != culprit] == ["", ""]
+    assert not any(outcome["err"] for outcome in outcomes)
 
 
 @pytest.mark.parametrize(("word", "status"), [("exit", 3), ("SIGINT", 130)])
 def test_asking_for_a_status_and_ctrl_c_are_quiet_and_reach_all(ended, word, status):
-    assert statuses(ended[word]) == [75, status, 75]
-    assert [outcome["err"] for outcome in ended[word]] == ["", "", ""]
+    assert statuses(ended[word]) == [75, status]
+    assert [outcome["err"] for outcome in ended[word]] == ["", ""]
 
 
-@pytest.mark.parametrize(("word", "status"), [("leave", 0), ("system exit", 4), ("SIGKILL", -9)])
-def test_who_leaves_without_an_error_is_reported_by_exactly_one_other(ended, word, status):
-    outcomes = ended[word]
-    assert outcomes.pop(1)["status"] == status
+def test_who_leaves_without_an_error_is_reported_by_exactly_one_other(ended):
+    outcomes = list(ended["leave"])
+    assert outcomes.pop(1)["status"] == 0
     assert sorted(statuses(outcomes)) == [1, 75]
-    printing = [outcome["err"] for outcome in outcomes if outcome["status"] == 1]
-    assert "PeerLost: Rank 1 (" in printing[0]
-    assert [outcome["err"].count("PeerLost") for outcome in outcomes if outcome["status"] == 75] == [0]
+    printed = {outcome["status"]: outcome["err"] for outcome in outcomes}
+    assert "PeerLost: Rank 1 (" in printed[1]
+    assert printed[75] == ""
 
 
-@pytest.mark.parametrize("word", ["fine", "raise 0", "raise 1", "exit", "system exit", "leave", "SIGINT", "SIGKILL"])
-def test_every_end_is_quick(ended, word):
-    assert max(outcome["wall_s"] for outcome in ended[word]) < 10, "well before patience_s and before torch's 5 s"
+def test_every_end_is_quick(ended):
+    slowest_s = max(outcome["wall_s"] for outcomes in ended.values() for outcome in outcomes)
+    assert slowest_s < 30.0, "10 x patience_s would be 100 s"
 
 
 def told(rank, hosts) -> Any:

@@ -186,6 +186,20 @@ def test_what_was_prefetched_and_is_still_ours_is_not_read_again(opened):
     assert loader.reads == 8
 
 
+def test_what_is_no_longer_ours_is_not_read_once_the_worker_gets_there(opened, tmp_path):
+    def wait_for_gate(index):
+        while not (tmp_path / "gate").exists():
+            time.sleep(0.01)
+
+    loader = opened(Numbers(512, wait_for_gate), num_workers=1)
+    for index in range(300):
+        loader.request((1, index), 0, (index,))
+    loader.keep(())
+    (tmp_path / "gate").touch()
+    assert read(loader, [5]).tolist() == [5]
+    assert loader.reads < 50  # what the worker had been given already, of 300
+
+
 def test_a_claimed_unit_of_this_step_overtakes_prefetched_steps(opened, tmp_path):
     def log(index):
         with open(tmp_path / "log", "a") as file:
