@@ -186,8 +186,10 @@ def test_the_first_failing_worker_gives_the_status_and_the_others_are_stopped(tm
         assert time.monotonic() - began_s < 10
 
 
-def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+def alive(*pids):
+    """Return those processes that have not ended within a moment; killing takes effect a little later."""
+    _, living = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=3)
+    return [process.pid for process in living if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def started(process, number):
@@ -233,7 +235,7 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path, monkeypatch, capfd, 
     errors = capfd.readouterr().err
     assert errors.count("\n") == 1
     assert signal.Signals(number).name in errors
-    assert not [pid for pid in pids if alive(pid)]
+    assert not alive(*pids)
 
 
 def test_no_worker_outlives_a_killed_launcher(tmp_path):
@@ -243,9 +245,7 @@ def test_no_worker_outlives_a_killed_launcher(tmp_path):
         pids = started(process, 2)
         process.kill()
         process.wait()
-        workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        _, living = psutil.wait_procs(workers, timeout=5)
-        assert not [worker for worker in living if worker.status() != psutil.STATUS_ZOMBIE]
+        assert not alive(*pids)
 
 
 def test_ranks_meet_and_an_exception_is_printed_once(tmp_path):
@@ -285,4 +285,4 @@ def test_ctrl_c_during_training_is_quiet_and_leaves_nothing(tmp_path):
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert errors.decode().splitlines() == ["ragtag launch: stopped by SIGINT; all 2 workers have ended"]
-    assert not [pid for pid in pids if alive(pid)]
+    assert not alive(*pids)

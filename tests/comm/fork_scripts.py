@@ -4,6 +4,7 @@ The one idea: this process imports torch once and forks each rank, which then ru
 `python fork_scripts.py SCRIPT 3:WORD...` runs SCRIPT once per word, here as 3 ranks, and prints the outcomes as JSON.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -48,6 +49,8 @@ def outcomes(pids: list[int], folder: str) -> list[dict]:
 
 torch.set_num_threads(1)
 script = sys.argv[1]
+# Ranks would otherwise copy all of torch's objects when they collect garbage at their end.
+gc.freeze()
 answers = {}
 for run in sys.argv[2:]:
     world_size, word = int(run.split(":")[0]), run.split(":")[1]

@@ -195,8 +195,7 @@ class UnitLoader:
             indices = [index for unit in units for index in unit.indices]
             raise DataError(
                 f"collate_fn failed on the samples {_listed(indices)} (step {first[0]}): {_brief(error)}. Samples of "
-                "unequal shapes, or that are no tensors, arrays or numbers, need Trainer(loader={'collate_fn': "
-                "...})."
+                f"unequal shapes, or that are no tensors, arrays or numbers, need loader={{'collate_fn': ...}}."
             ) from error
 
     # ---- in workers
