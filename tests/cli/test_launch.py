@@ -187,9 +187,20 @@ def test_the_first_failing_worker_gives_the_status_and_the_others_are_stopped(tm
 
 
 def alive(*pids):
-    """Return those processes that have not ended within a moment; killing takes effect a little later."""
-    _, living = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=3)
-    return [process.pid for process in living if process.status() != psutil.STATUS_ZOMBIE]
+    """Return those processes that have not ended within 3 s; killing takes effect a little later."""
+    end_s = time.monotonic() + 3
+    while living := [pid for pid in pids if psutil.pid_exists(pid) and not is_zombie(pid)]:
+        if time.monotonic() > end_s:
+            break
+        time.sleep(0.02)
+    return living
+
+
+def is_zombie(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def started(process, number):

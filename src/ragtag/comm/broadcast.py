@@ -5,6 +5,7 @@ large state takes about the time of one link, whatever the number of ranks.
 """
 
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from ragtag.comm.transport import TAG_LIMIT, Pending, Transport
 
 SEGMENT_BYTES = 4 << 20
+_SENDS_AHEAD = 16
+"""How many segments a slow link may be behind, and so how much host memory tensors of an accelerator take."""
 
 
 def chain_broadcast(transport: Transport, tensors: Sequence[torch.Tensor], source: int, number: int) -> None:
@@ -26,7 +29,7 @@ def chain_broadcast(transport: Transport, tensors: Sequence[torch.Tensor], sourc
     previous, following = (rank - 1) % world_size, (rank + 1) % world_size
     last = position == world_size - 1
     tag = _tag(number, source, tensors)
-    sent: list[Pending] = []
+    sent: deque[Pending] = deque()
     try:
         for tensor in tensors:
             if tensor.numel() == 0:
@@ -38,6 +41,8 @@ def chain_broadcast(transport: Transport, tensors: Sequence[torch.Tensor], sourc
                     transport.receive(segment, previous, tag).wait()
                 if not last:
                     sent.append(transport.send(segment, following, tag))
+                if len(sent) > _SENDS_AHEAD:
+                    sent.popleft().wait()
             if position > 0 and host.data_ptr() != values.data_ptr():
                 with torch.no_grad():
                     tensor.copy_(host)

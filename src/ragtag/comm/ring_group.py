@@ -85,12 +85,6 @@ class RingGroup:
         """What others are told this rank is doing."""
         return self._watch.doing
 
-    @property
-    def failure(self) -> PeerError | None:
-        """What ended the group, if anything did."""
-        fatal = self._peers.fatal
-        return None if fatal is None else error_from(fatal, self._peers, self.doing)
-
     def note(self, step: int, doing: str) -> None:
         """Set what others are told about this rank; two attribute writes."""
         self._watch.step, self._watch.doing = step, doing
@@ -205,9 +199,10 @@ class RingGroup:
     def close(self) -> bool:
         """Say goodbye and let go of threads and sockets; return whether every thread ended."""
         if self._closed is None:
-            self._closed = False
+            with self._changed:
+                self._closed = False
             self._say_goodbye()
-            for transport in self._transports.values():
+            for transport in tuple(self._transports.values()):
                 transport.close()
             ended = [channel.close(timeout_s=0.5) for channel in self._channels.values()]
             self._transports.clear()
@@ -282,7 +277,13 @@ class RingGroup:
 
     def _open(self, open_transport: Callable[[str], Transport]) -> None:
         for name in self._channels:
-            self._transports[name] = open_transport(name)
+            transport = open_transport(name)
+            with self._changed:
+                if self._closed is None:
+                    self._transports[name] = transport
+                    continue
+            transport.close()
+            return
 
     def _submitted(self) -> dict[str, int]:
         return {name: channel.num_submitted for name, channel in self._channels.items()}

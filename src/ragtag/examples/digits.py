@@ -74,6 +74,7 @@ def main() -> None:
         global_batch_size=arguments.batch,
     )
     steps_per_epoch = -(-1440 // arguments.batch)
+    loss = 0.0
     for epoch in range(arguments.epochs):
         for step in trainer.steps(steps_per_epoch):
             loss = step.loss

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import UninitializedParameter
 
 from ragtag.core.errors import ModelError, SettingError
 
@@ -25,7 +26,7 @@ def check_model(model: Any) -> None:
                 f"'{path}' is a SyncBatchNorm, whose statistics depend on who has which samples. Use BatchNorm: ragtag "
                 f"computes it on fixed units and merges the statistics by count."
             )
-        if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
             raise ModelError(f"'{path}' is lazy and has no parameters yet. Run one batch through the model first.")
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"'{path}' gives sparse gradients; ragtag reduces dense ones. Use sparse=False.")

@@ -6,18 +6,20 @@ always be done again.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from ragtag.comm.group import Group, Work
+from ragtag.comm.ring import Wire
 from ragtag.core.errors import ModelError
 from ragtag.runtime.device import HostMirror
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Slot:
     """Where one parameter lies in its bucket."""
 
     index: int
@@ -55,10 +57,10 @@ class GradientSums:
     """
 
     def __init__(
-        self, parameters: NamedParameters, group: Group, *, bucket_bytes: int, wire: str = "fp32", overlap: bool = True
+        self, parameters: NamedParameters, group: Group, *, bucket_bytes: int, wire: Wire = "fp32", overlap: bool = True
     ) -> None:
         self._group = group
-        self._wire = None if wire == "fp32" else wire
+        self._wire: Wire | None = None if wire == "fp32" else wire
         self._overlap = overlap
         self.names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
@@ -206,7 +208,8 @@ class GradientSums:
         bits = int.from_bytes(has_gradient, "little")
         for bucket in self.buckets:
             bucket.flat.mul_(factor)
-            for index, parameter, view in bucket.slots:
+            for slot in bucket.slots:
+                index, parameter, view = slot.index, slot.parameter, slot.view
                 self._own[index] = None
                 if not bits >> index & 1:
                     parameter.grad = None
