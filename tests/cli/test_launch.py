@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ group = connect(10.0)
 flat = torch.full((10,), float(group.rank))
 group.wait(group.all_reduce(flat), "summing")
 if sys.argv[1] == "forever":
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())
 elif group.rank == 0:
     print("sum", flat[0].item(), group.world_size, flush=True)
 while sys.argv[1] != "end":
@@ -203,6 +204,16 @@ def is_zombie(pid):
         return True
 
 
+@contextlib.contextmanager
+def running(command):
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def started(process, number):
     """Wait for the pids of `number` processes, one a line."""
     return [int(process.stdout.readline().split()[-1]) for _ in range(number)]
@@ -250,9 +261,9 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path, monkeypatch, capfd, 
 
 
 def test_no_worker_outlives_a_killed_launcher(tmp_path):
-    text = "import os, time; print(os.getpid(), flush=True); time.sleep(120)"
+    text = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(120)"
     command = [*RAGTAG, "launch", "--local", "2", "--all-output", script(tmp_path, text)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
+    with running(command) as process:
         pids = started(process, 2)
         process.kill()
         process.wait()
@@ -290,7 +301,7 @@ def test_ranks_meet_at_rank_0_when_torchrun_shares_no_store(tmp_path):
 
 def test_ctrl_c_during_training_is_quiet_and_leaves_nothing(tmp_path):
     command = [*RAGTAG, "launch", "--local", "2", "--all-output", script(tmp_path, TRAINS), "forever"]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with running(command) as process:
         pids = started(process, 2)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)

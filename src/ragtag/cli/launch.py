@@ -144,8 +144,6 @@ def _start(request: Request, environ: Mapping[str, str], workers: list[_Worker])
         inherited = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
         inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores // request.num_workers)))
         inherited.pop("RAGTAG_STORE_FD", None)
-        # Into a pipe Python would write only every 8 KB.
-        inherited.setdefault("PYTHONUNBUFFERED", "1")
         inherited.update(
             WORLD_SIZE=str(request.num_workers),
             LOCAL_WORLD_SIZE=str(request.num_workers),
@@ -160,6 +158,9 @@ def _start(request: Request, environ: Mapping[str, str], workers: list[_Worker])
             if rank == 0:
                 mine["RAGTAG_STORE_FD"] = str(listener.fileno())
             output = Output(rank=rank, all_output=request.all_output, logs=request.logs)
+            if output.stdout == subprocess.PIPE:
+                # Into a pipe Python would write only every 8 KB.
+                mine.setdefault("PYTHONUNBUFFERED", "1")
             try:
                 process = subprocess.Popen(
                     [sys.executable, *request.command],

@@ -5,6 +5,7 @@ lines by one thread per pipe.
 """
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -49,20 +50,19 @@ class Output:
     def _pass_on(self, pipe: IO[bytes], shown: BinaryIO | None) -> None:
         rest = b""
         while content := os.read(pipe.fileno(), 1 << 16):
-            if shown is not None and not self._prefix:
-                _write(shown, content)
-            *lines, rest = (rest + content).split(b"\n")
+            # A progress bar ends its lines with a carriage return.
+            *lines, rest = re.split(rb"(?<=[\r\n])", rest + content)
             self._pass_on_lines(lines, shown)
         if rest:
-            self._pass_on_lines([rest], shown)
+            self._pass_on_lines([rest + b"\n"], shown)
         pipe.close()
 
     def _pass_on_lines(self, lines: list[bytes], shown: BinaryIO | None) -> None:
-        if shown is not None and self._prefix:
-            _write(shown, b"".join(self._prefix + line + b"\n" for line in lines))
+        if shown is not None:
+            _write(shown, b"".join(self._prefix + line for line in lines))
         with self._lock:
             if self._log is not None:
-                self._log.write(b"".join(line + b"\n" for line in lines))
+                self._log.write(b"".join(lines))
                 self._log.flush()
 
 

@@ -8,7 +8,9 @@ import atexit
 import logging
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
@@ -105,6 +107,9 @@ def _except_hook(kind: type[BaseException], error: BaseException, trace: Traceba
     global _raised_status
     assert _previous_hook is not None
     group = _guarded[-1]
+    if threading.current_thread() is threading.main_thread():
+        # A further Ctrl-C ends the process at once instead of adding a traceback to this one.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if isinstance(error, KeyboardInterrupt):
         _raised_status = INTERRUPTED_STATUS
     elif isinstance(error, PeerError) and error.origin_rank != group.rank:

@@ -100,8 +100,7 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
 
     Raises:
         DisagreementError: the ranks are not voting on the same step and plan, a unit is missing or counted twice, a
-        weight
-            is negative, or norms differ by more than rounding.
+            weight is negative, or norms differ by more than rounding.
     """
     first = ballots[0]
     for rank, ballot in enumerate(ballots):
@@ -119,7 +118,7 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
             f"the gradient sums of step {first.step} do not hold every sample exactly once "
             f"(contents {held:#010x}, expected {expected_hash:#010x}); the step was not applied."
         )
-    weight = math.fsum(ballot.weight for ballot in ballots)
+    weight = _sum(ballot.weight for ballot in ballots)
     loss_total = _sum(ballot.loss_total for ballot in ballots)
     finite = math.isfinite(first.norm) and math.isfinite(loss_total) and math.isfinite(weight)
     if finite:

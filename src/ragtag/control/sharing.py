@@ -5,6 +5,8 @@ The one idea: a plan is a value with its reason in it, made by pure functions of
 
 from collections.abc import Sequence
 
+import msgspec
+
 from ragtag.core.errors import SettingError
 from ragtag.core.values import Plan
 from ragtag.plan.apportion import apportion
@@ -35,33 +37,48 @@ def initial_plan(
     unit: int,
     shares: Sequence[int] | None = None,
     micro_batch: int | None = None,
+    caps: Sequence[int | None] | None = None,
     separable_reason: str = "",
 ) -> Plan:
     """Return the plan a run starts with: `shares` (samples by rank) where they are pinned, else equal ones.
 
     With `unit` > 1 whole units are dealt out in proportion, and the plan's shares are the samples of these units.
+    `caps` are the most samples that each rank has memory for (None: any number); pinned shares overrule them.
     `separable_reason` says why `unit` is what it is; it is added to the plan's reason.
 
     Raises:
-        SettingError: shares of the wrong length, negative, or not summing to the batch; sizes that contradict.
+        SettingError: shares of the wrong length, negative, or not summing to the batch; sizes that contradict; a batch
+        that does not fit under the caps.
     """
     _check_sizes(world_size, global_batch_size, unit, micro_batch)
     if shares is not None:
         _check_shares(shares, world_size, global_batch_size)
     num_units = -(-global_batch_size // unit)
-    units = apportion(num_units, [1] * world_size if shares is None else shares)
-    given = _samples(units, global_batch_size, unit)
-    if unit > 1:
-        sizes = [unit] * world_size
+    if shares is None:
+        units = apportion(
+            num_units, [1] * world_size, [None if cap is None else cap // unit for cap in caps or ()] or None
+        )
     else:
-        # A rank without a share may still be given work that another one lost.
-        sizes = [micro_batch or max(1, share) for share in given]
+        units = apportion(num_units, shares)
+    given = samples_of_units(units, global_batch_size, unit)
     return Plan(
         shares=given,
-        micro_batch=tuple(sizes),
+        micro_batch=_micro_batches(given, unit, micro_batch),
         unit=unit,
         chunk_weights=(1,) * world_size,
         reason=_reason(shares, given, num_units, unit, separable_reason),
+    )
+
+
+def next_plan(plan: Plan, units: Sequence[int], *, micro_batch: int | None = None, reason: str) -> Plan:
+    """Return the plan after `plan` that deals the same batch out as `units` by rank."""
+    shares = samples_of_units(units, sum(plan.shares), plan.unit)
+    return msgspec.structs.replace(
+        plan,
+        shares=shares,
+        micro_batch=_micro_batches(shares, plan.unit, micro_batch),
+        reason=reason,
+        epoch=plan.epoch + 1,
     )
 
 
@@ -79,13 +96,21 @@ def units_per_rank(plan: Plan, samples: int) -> tuple[int, ...]:
     return tuple(units)
 
 
-def _samples(units: Sequence[int], samples: int, unit: int) -> tuple[int, ...]:
+def samples_of_units(units: Sequence[int], samples: int, unit: int) -> tuple[int, ...]:
+    """Return the samples by rank when `samples` are cut into units in order; the last unit may be short."""
     shares, start = [], 0
     for count in units:
         stop = min(start + count * unit, samples)
         shares.append(stop - start)
         start = stop
     return tuple(shares)
+
+
+def _micro_batches(shares: Sequence[int], unit: int, micro_batch: int | None) -> tuple[int, ...]:
+    if unit > 1:
+        return (unit,) * len(shares)
+    # A rank without a share may still be given work that another one lost.
+    return tuple(micro_batch or max(1, share) for share in shares)
 
 
 def _reason(shares: Sequence[int] | None, given: tuple[int, ...], num_units: int, unit: int, unit_reason: str) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from ragtag.core.errors import DisagreementError
 from ragtag.runtime.batches import leaves
+from ragtag.runtime.names import named_buffers, named_parameters
 
 Fingerprint = Mapping[str, Any]
 
@@ -27,8 +28,8 @@ def fingerprint(
     """What must be equal on all ranks, as JSON: tensors by name, optimizer, data, settings."""
     indices = sorted({0, dataset_size // 2, dataset_size - 1})
     return {
-        "parameters": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
-        "buffers": [[name, list(b.shape), str(b.dtype)] for name, b in model.named_buffers()],
+        "parameters": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in named_parameters(model)],
+        "buffers": [[name, list(b.shape), str(b.dtype)] for name, b in named_buffers(model)],
         "optimizer": type(optimizer).__name__,
         "groups": [_group_settings(group) for group in optimizer.param_groups],
         "dataset_size": dataset_size,
@@ -124,7 +125,8 @@ def hash_of(sample: Any) -> int:
             flat = leaf.detach().cpu().contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         elif hasattr(leaf, "tobytes") and hasattr(leaf, "shape"):
-            text, data = f"{leaf.shape}{leaf.dtype}", leaf.tobytes()
+            text = f"{leaf.shape}{leaf.dtype}"
+            data = b"" if leaf.dtype.hasobject else leaf.tobytes()  # else addresses, other ones in every process
         elif isinstance(leaf, bool | int | float | complex | str | bytes) or leaf is None:
             text, data = repr(leaf), b""
         else:

@@ -10,30 +10,41 @@ from collections.abc import Sequence
 import torch
 
 from ragtag.comm.group import Group, Work
-from ragtag.runtime.device import statistics_dtype
+from ragtag.runtime.device import HostMirror, statistics_dtype
+from ragtag.runtime.names import buffer_owners
 
 
 class UnitBuffers:
-    """The changing buffers of one model during one step.
+    """The changing buffers `names` of one model during one step.
 
     merged = start + (sum over units of samples x (after - start)) / (sum of samples), integers rounded.
     """
 
-    def __init__(self, buffers: Sequence[tuple[str, torch.Tensor]], group: Group) -> None:
-        self.names = [name for name, _ in buffers]
-        self._buffers = [buffer for _, buffer in buffers]
+    def __init__(self, model: torch.nn.Module, names: Sequence[str], group: Group) -> None:
+        self.names = tuple(names)
+        owners = buffer_owners(model)
+        self._places = [owners[name] for name in names]
         self._group = group
+        self._buffers: list[torch.Tensor] = []
         self._start: list[torch.Tensor] = []
         self._work: Work | None = None
-        if self._buffers:
-            dtype = statistics_dtype(self._buffers[0].device)
-            size = sum(buffer.numel() for buffer in self._buffers) + 1
-            self._change = torch.zeros(size, dtype=dtype, device=self._buffers[0].device)
+        if self.names:
+            now = self.values()
+            size = sum(buffer.numel() for buffer in now) + 1
+            self._change = torch.zeros(size, dtype=statistics_dtype(now[0].device), device=now[0].device)
+            self._mirror = HostMirror(self._change, travels=group.world_size > 1)
+
+    def values(self) -> list[torch.Tensor]:
+        """The buffers as they are now."""
+        found = [module._buffers[key] for module, key in self._places]
+        assert all(buffer is not None for buffer in found)
+        return [buffer for buffer in found if buffer is not None]
 
     @torch.no_grad()
     def begin(self) -> None:
         """Remember the step's start."""
-        if self._buffers:
+        if self.names:
+            self._buffers = self.values()
             self._start = [buffer.clone() for buffer in self._buffers]
             self._change.zero_()
             self._work = None
@@ -41,16 +52,17 @@ class UnitBuffers:
     @torch.no_grad()
     def begin_unit(self) -> None:
         """Put the step's start back before a unit's forward."""
-        for buffer, start in zip(self._buffers, self._start):
+        for (module, key), buffer, start in zip(self._places, self._buffers, self._start):
             buffer.copy_(start)
+            module._buffers[key] = buffer  # forward may have put another tensor in its place
 
     @torch.no_grad()
     def end_forward(self, num_samples: int) -> None:
         """Read what this unit's forward changed, weighted by its samples."""
-        if not self._buffers:
+        if not self.names:
             return
         offset = 0
-        for buffer, start in zip(self._buffers, self._start):
+        for buffer, start in zip(self.values(), self._start):
             change = self._change[offset : offset + buffer.numel()].view(buffer.shape)
             change.add_(buffer.to(change.dtype) - start.to(change.dtype), alpha=num_samples)
             offset += buffer.numel()
@@ -58,21 +70,24 @@ class UnitBuffers:
 
     def launch(self) -> None:
         """Start summing the changes over ranks."""
-        if self._buffers:
-            self._reduced = self._change.cpu()
-            self._work = self._group.all_reduce(self._reduced)
+        if self.names:
+            self._mirror.send()
+            self._work = self._group.all_reduce(self._mirror.host, ready=self._mirror.ready)
 
     def wait(self) -> None:
-        """Wait for the sum over ranks (bounded by the group)."""
+        """Wait for the sum over ranks (bounded by the group); again: nothing."""
         if self._work is not None:
             self._group.wait(self._work, "reducing buffers")
+            self._mirror.receive()
+            self._work = None
 
     @torch.no_grad()
     def commit(self) -> None:
         """Write the merged values."""
-        if not self._buffers:
+        if not self.names:
             return
-        mean = (self._reduced[:-1] / self._reduced[-1]).to(self._change.device)
+        self.begin_unit()
+        mean = self._change[:-1] / self._change[-1]
         offset = 0
         for buffer, start in zip(self._buffers, self._start):
             change = mean[offset : offset + buffer.numel()].view(buffer.shape)
@@ -81,8 +96,9 @@ class UnitBuffers:
             else:
                 buffer.copy_(start + change.round().to(buffer.dtype))
             offset += buffer.numel()
+        self._start = []
 
-    @torch.no_grad()
     def roll_back(self) -> None:
-        """Put the step's start back: the step is skipped or done again."""
+        """Put the step's start back: the step is skipped, done again or abandoned. After a commit: nothing."""
         self.begin_unit()
+        self._start = []

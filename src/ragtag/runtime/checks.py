@@ -4,7 +4,7 @@ Pure checks of the arguments of `Trainer`; they run before anything is sent, mov
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -87,6 +87,13 @@ def make_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimi
     if not any(p.requires_grad and id(p) in owned for p in model.parameters()):
         raise ModelError("the optimizer holds no trainable parameter of the model.")
     return optimizer
+
+
+def check_wire(wire: str, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise SettingError for gradients that a bf16 wire cannot carry."""
+    wide = [p.dtype for p in parameters if p.requires_grad and p.dtype.itemsize > 4]
+    if wire == "bf16" and wide:
+        raise SettingError(f"wire='bf16' does not carry gradients of {wide[0]} parameters. Use Config(wire='fp32').")
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -44,6 +44,17 @@ def device_kind(device: torch.device) -> str:
     return f"{device.type} {name}"
 
 
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the current one: events and random generators are reached through the current device."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def copies_asynchronously(device: torch.device) -> bool:
+    """Whether a copy from the host may be left to itself: what it reads is staged or pinned before the call returns."""
+    return device.type in ("cuda", "xpu")
+
+
 class Stopwatch:
     """Adds up the time a device spends between `start` and `stop`, without making anyone wait for it.
 
@@ -87,13 +98,14 @@ class Stopwatch:
 class HostMirror:
     """Host memory that a device's flat tensor passes through on its way to other ranks.
 
-    On the CPU it *is* that tensor. On an accelerator it is pinned, copies are asynchronous, and `ready` is what the
-    communication thread calls before it reads, so the training thread never waits.
+    On the CPU, or where nothing `travels` because there is only one rank, it *is* that tensor. On an accelerator it is
+    pinned, copies are asynchronous, and `ready` is what the communication thread calls before it reads, so the
+    training thread never waits.
     """
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    def __init__(self, flat: torch.Tensor, *, travels: bool = True) -> None:
         self._flat = flat
-        self._same = flat.device.type == "cpu"
+        self._same = flat.device.type == "cpu" or not travels
         self.host = flat if self._same else torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self._event: torch.Event | None = None
 

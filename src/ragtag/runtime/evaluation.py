@@ -14,12 +14,15 @@ from ragtag.comm.group import Group
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.errors import LossError
 from ragtag.core.ledger import Ledger
+from ragtag.core.mixing import seed_for
 from ragtag.core.values import Plan
 from ragtag.runtime.batches import to_device
+from ragtag.runtime.device import copies_asynchronously
 from ragtag.runtime.loader import UnitLoader
 from ragtag.runtime.loss import as_metric, number_of
 from ragtag.runtime.modes import mode
 from ragtag.runtime.precision import autocast
+from ragtag.runtime.randomness import preserved_random_state, seed_everything
 
 
 class Evaluation(float):
@@ -37,6 +40,10 @@ class Evaluation(float):
         self.samples = samples
         self.weight = weight
         return self
+
+    def __getnewargs_ex__(self) -> tuple[tuple[float], dict[str, Any]]:
+        """What `copy` and `pickle` make another one from."""
+        return (float(self),), {"metrics": self.metrics, "samples": self.samples, "weight": self.weight}
 
     def to_state(self) -> dict[str, Any]:
         """A plain record for checkpoints."""
@@ -66,16 +73,19 @@ def evaluate(
     group: Group,
     device: torch.device,
     precision: str,
+    seed: int,
     name: str,
 ) -> Evaluation:
     """Mean of `metric_fn` over the whole dataset, in evaluation mode, without gradients; equal on every rank.
 
     Args:
         run_size: samples in one forward; depends on settings only, never on the cluster.
+        seed: random numbers drawn in a run are seeded by (seed, run), and the script's own are left alone.
         name: distinguishes this evaluation from every other one of the run.
     """
     ledger = Ledger(step=0, samples=dataset_size, unit=run_size, units_per_rank=_units(plan, dataset_size, run_size))
     mine = list(ledger.todo(group.rank))
+    loader.keep(())  # what an evaluation that failed had asked for
     runs: list[_Run] = []
     ahead = 0
     with mode(model, training=False), torch.no_grad(), autocast(precision, device):
@@ -85,8 +95,11 @@ def evaluate(
                 loader.request((0, mine[ahead]), 0, tuple(range(start, stop)))
                 ahead += 1
             start, stop = ledger.span(unit)
-            batch = to_device(loader.take([(0, unit)]), device)
-            loss = as_metric(metric_fn(model, batch), num_samples=stop - start)
+            data = loader.take([(0, unit)])
+            with preserved_random_state(device):
+                seed_everything(seed_for(seed, 0, unit), device)
+                batch = to_device(data, device, non_blocking=copies_asynchronously(device))
+                loss = as_metric(metric_fn(model, batch), num_samples=stop - start)
             metrics = {key: number_of(value) for key, value in loss.metrics.items()}
             runs.append(_Run(unit, number_of(loss.total), number_of(loss.count), metrics))
             group.note(group.step, f"evaluating, {position + 1} of {len(mine)} runs done")

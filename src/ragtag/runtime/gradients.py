@@ -31,10 +31,10 @@ class Bucket:
     """A flat fp32 (fp64 for fp64 parameters) tensor that travels in one piece, and views of it shaped like
     parameters."""
 
-    def __init__(self, members: list[tuple[int, torch.nn.Parameter]], dtype: torch.dtype) -> None:
+    def __init__(self, members: list[tuple[int, torch.nn.Parameter]], dtype: torch.dtype, *, travels: bool) -> None:
         device = members[0][1].device
         self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=dtype, device=device)
-        self.mirror = HostMirror(self.flat)
+        self.mirror = HostMirror(self.flat, travels=travels)
         self.slots: list[Slot] = []
         offset = 0
         for index, parameter in members:
@@ -54,6 +54,8 @@ class GradientSums:
         bucket_bytes: size at which a bucket is closed.
         wire: "fp32" or "bf16" on the wire.
         overlap: launch buckets from inside the last backward.
+
+    Between steps it leaves gradients alone: a script may run backwards of its own there.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class GradientSums:
         self._overlap = overlap
         self.names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self.buckets = _make_buckets(self._parameters, bucket_bytes)
+        self.buckets = _make_buckets(self._parameters, bucket_bytes, travels=group.world_size > 1)
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
         self._wide = [_needs_fp32_sum(parameter) for parameter in self._parameters]
         self._own: list[torch.Tensor | None] = [None] * len(self._parameters)
@@ -73,6 +75,7 @@ class GradientSums:
         # bucket back.
         self._expected: list[int] | None = None
         self._arrived = [0] * len(self._parameters)
+        self._summing = False
         self._launching = False
         self._next = 0
         self.launched_too_early = False
@@ -94,7 +97,7 @@ class GradientSums:
         self._reset_launch()
 
     def _reset_launch(self) -> None:
-        self._launching = False
+        self._summing = self._launching = False
         self._next = 0
         self.launched_too_early = False
         for bucket in self.buckets:
@@ -105,6 +108,7 @@ class GradientSums:
         if self._expected is None and any(self._arrived):
             self._expected = list(self._arrived)
         self._arrived = [0] * len(self._parameters)
+        self._summing = True
         self._launching = last and self._overlap and self._expected is not None
         if self._launching:
             expected = self._expected
@@ -114,7 +118,7 @@ class GradientSums:
 
     def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         grad = parameter.grad
-        if grad is None:
+        if grad is None or not self._summing:
             return
         if grad.is_sparse:
             raise ModelError(
@@ -166,7 +170,7 @@ class GradientSums:
 
     def launch_rest(self) -> None:
         """Launch every bucket that the hooks have not launched: unused parameters, ranks without samples."""
-        self._launching = False
+        self._summing = self._launching = False
         while self._next < len(self.buckets):
             self._launch_next()
 
@@ -221,7 +225,7 @@ def _needs_fp32_sum(parameter: torch.nn.Parameter) -> bool:
     return parameter.dtype in (torch.float16, torch.bfloat16)
 
 
-def _make_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) -> list[Bucket]:
+def _make_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int, *, travels: bool) -> list[Bucket]:
     """Reverse registration order, since backward reaches the last layers first; one dtype and device a bucket."""
     buckets: list[Bucket] = []
     open_members: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.nn.Parameter]]] = {}
@@ -230,7 +234,7 @@ def _make_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) -
         members = open_members.setdefault((dtype, parameter.device), [])
         members.append((index, parameter))
         if sum(p.numel() for _, p in members) * dtype.itemsize >= bucket_bytes:
-            buckets.append(Bucket(members, dtype))
+            buckets.append(Bucket(members, dtype, travels=travels))
             del open_members[dtype, parameter.device]
-    buckets.extend(Bucket(members, dtype) for (dtype, _), members in open_members.items())
+    buckets.extend(Bucket(members, dtype, travels=travels) for (dtype, _), members in open_members.items())
     return buckets

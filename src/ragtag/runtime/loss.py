@@ -5,6 +5,7 @@ losses, and the division by the true total weight happens once, after the reduct
 """
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +38,11 @@ class Loss:
     def from_mean(cls, mean: torch.Tensor, count: Number, metrics: Mapping[str, Number] | None = None) -> "Loss":
         """Turn a model's own mean over `count` items back into a sum: `Loss.from_mean(output.loss, num_labels)`.
 
-        A mean over zero items is NaN (0 / 0); it becomes a sum of zero without a gradient. `metrics` are sums.
+        A mean over zero items is NaN (0 / 0); it becomes a sum of zero without a gradient. `metrics` are sums. Where
+        `count` is on an accelerator it is not waited for, and a mean that was divided by zero in the model may still
+        send NaN backwards: give `Loss` the sum itself there, or a count from the host.
         """
+        mean = _at_least_fp32(mean)
         if isinstance(count, torch.Tensor):
             if count.device.type == "cpu":
                 count = count.item()
@@ -65,7 +69,7 @@ def as_loss(result: Any, *, num_samples: int, function: str = "loss_fn") -> Loss
         return result
     if isinstance(result, torch.Tensor):
         _check_scalar(result, f"{function} returned a tensor that")
-        return Loss(result * num_samples, num_samples)
+        return Loss(_at_least_fp32(result) * num_samples, num_samples)
     if isinstance(getattr(result, "loss", None), torch.Tensor):
         raise LossError(
             f"{function} returned a {type(result).__name__} with a .loss. Whether that is a mean over samples or over "
@@ -90,9 +94,9 @@ def as_metric(result: Any, *, num_samples: int) -> Loss:
     return as_loss(result, num_samples=num_samples, function="metric_fn")
 
 
-def require_gradient(loss: Loss, *, has_items: bool = True) -> None:
-    """Raise LossError if a loss that should train carries no gradient."""
-    if has_items and not loss.total.requires_grad:
+def require_gradient(loss: Loss) -> None:
+    """Raise LossError if a loss over some items carries no gradient (and only then read the count)."""
+    if not loss.total.requires_grad and number_of(loss.count) != 0:
         raise LossError(
             "loss_fn returned a loss without a gradient: it does not depend on any trainable parameter. "
             "Look for .detach(), .item() or torch.no_grad() between the model and the loss."
@@ -104,11 +108,9 @@ def number_of(value: Number) -> float:
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
 
-def is_zero_count(count: Number) -> bool:
-    """Whether the count is known to be zero without asking a device."""
-    if isinstance(count, torch.Tensor):
-        return count.device.type == "cpu" and count.item() == 0
-    return count == 0
+def _at_least_fp32(mean: torch.Tensor) -> torch.Tensor:
+    """A sum over many samples has more digits than a half-precision mean."""
+    return mean.float() if mean.dtype in (torch.float16, torch.bfloat16) else mean
 
 
 def _check_scalar(value: Any, what: str) -> None:
@@ -127,7 +129,7 @@ def _check_number(value: Any, what: str) -> None:
     if isinstance(value, torch.Tensor):
         if value.dim() != 0:
             raise LossError(f"{what} has shape {tuple(value.shape)}; expected a number or a scalar tensor.")
-    elif isinstance(value, bool) or not isinstance(value, float | int):
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise LossError(f"{what} is {_describe(value)}; expected a number or a scalar tensor.")
     elif not math.isfinite(value):
         raise LossError(f"{what} is {value}; expected a finite number.")

@@ -25,23 +25,24 @@ class LossSums:
         self._rows.append([value.detach() if isinstance(value, torch.Tensor) else value for value in row])
         self._units.append(units)
 
-    def numbers(self, norm: torch.Tensor) -> list[float]:
-        """Total, weight, `norm` and the metrics as plain numbers: this waits for the device, once."""
+    def numbers(self, *further: Number) -> tuple[list[float], list[float]]:
+        """Total, weight and metrics as plain numbers, and the values of `further`: this waits for the device, once."""
         width = 2 + len(self._names)
-        on_device: list[torch.Tensor] = [norm]
-        on_host = [0.0] * width
+        on_device: list[torch.Tensor] = []
+        on_host = [0.0] * (width + len(further))
         places: list[int] = []
-        for row in self._rows:
+        for row in (*self._rows, [*[0.0] * width, *further]):
             for column, value in enumerate(row):
                 if isinstance(value, torch.Tensor):
                     on_device.append(value)
                     places.append(column)
                 else:
-                    on_host[column] += value
-        read = torch.stack([value.to(self._device, self._dtype, non_blocking=True) for value in on_device]).tolist()
-        for column, value in zip(places, read[1:]):
-            on_host[column] += value
-        return [on_host[0], on_host[1], read[0], *on_host[2:]]
+                    on_host[column] += float(value)
+        if on_device:
+            on_device = [value.detach().to(self._device, self._dtype, non_blocking=True) for value in on_device]
+            for column, value in zip(places, torch.stack(on_device).tolist()):
+                on_host[column] += value
+        return on_host[:width], on_host[width:]
 
     def non_finite_units(self) -> list[tuple[int, ...]]:
         """The micro-batches whose own total or weight is not finite (slow path, reads the device)."""

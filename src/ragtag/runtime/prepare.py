@@ -21,7 +21,7 @@ from ragtag.runtime import checks
 from ragtag.runtime import state as run_state
 from ragtag.runtime.agree import compare, fingerprint
 from ragtag.runtime.buffers import UnitBuffers
-from ragtag.runtime.device import Stopwatch, choose_device, device_kind
+from ragtag.runtime.device import Stopwatch, choose_device, device_kind, make_current
 from ragtag.runtime.loader import UnitLoader, check_dataset, loader_settings
 from ragtag.runtime.loader_worker import read_samples
 from ragtag.runtime.precision import LossScale, check_precision, supported_precision
@@ -65,8 +65,11 @@ def prepare(
     size = len(dataset)
     settings = loader_settings(loader)
     device = _device_of(model)
-    model.to(device)
+    make_current(device)
+    for module in (model, *(item for item in state.values() if isinstance(item, torch.nn.Module))):
+        module.to(device)
     optimizer = checks.make_optimizer(optimizer, model)
+    checks.check_wire(config.wire, model.parameters())
     scheduler = checks.make_scheduler(scheduler, optimizer)
     sampler = Sampler(dataset_size=size, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle)
     make_loader = partial(
@@ -101,9 +104,11 @@ def prepare(
         group.hosts,
     )
     _take_rank_0_values(model, optimizer, scheduler, state, group)
-    nature = _find_nature(
-        model, loss_fn, dataset, settings.collate_fn or default_collate, sampler, device, state, config, group
-    )
+    own_precision, precision_reason = supported_precision(precision, device)
+    if precision_reason:
+        log.warning("rank %d: %s", group.rank, precision_reason)
+    collate = settings.collate_fn or default_collate
+    nature = _find_nature(model, loss_fn, dataset, collate, sampler, device, own_precision, state, config, group)
     unit, unit_reason = _unit(nature, config, sampler)
     by_unit = config.unit is not None or not nature.separable
     plan = initial_plan(
@@ -114,12 +119,8 @@ def prepare(
         micro_batch=config.micro_batch,
         separable_reason=unit_reason,
     )
-    own_precision, precision_reason = supported_precision(precision, device)
-    if precision_reason:
-        log.warning("rank %d: %s", group.rank, precision_reason)
     if group.rank == 0:
         log.info("%d rank(s), plan %s: %s", group.world_size, plan.id, plan.reason)
-    buffers = dict(model.named_buffers())
     return Run(
         model=model,
         optimizer=optimizer,
@@ -135,13 +136,15 @@ def prepare(
         nature=nature,
         by_unit=by_unit,
         seed=seed,
-        precision=own_precision,
+        precision=precision,
+        device_precision=own_precision,
         clip_norm=clip_norm,
         config=config,
         state=state,
         loss_scale=LossScale(precision),
-        buffers=UnitBuffers([(name, buffers[name]) for name in nature.changed_buffers], group),
+        buffers=UnitBuffers(model, nature.changed_buffers, group),
         stopwatch=Stopwatch(device),
+        exposed=Stopwatch(device),
     )
 
 
@@ -159,14 +162,18 @@ def _take_rank_0_values(
     group.broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]], source=0)
     tree = {
         "optimizer": optimizer.state_dict() if optimizer.state else None,
+        "scheduler": None if scheduler is None else run_state.plain_scheduler(scheduler.state_dict()),
         "state": {name: item.state_dict() for name, item in objects.items()},
     }
     tree = run_state.broadcast_tree(tree, group, "values of rank 0")
     if group.rank != 0:
+        optimizer.state.clear()
         if tree["optimizer"] is not None:
             optimizer.load_state_dict(tree["optimizer"])
+        if scheduler is not None:
+            scheduler.load_state_dict(tree["scheduler"])
         for name, item in objects.items():
-            item.load_state_dict(tree["state"][name])
+            item.load_state_dict(run_state.placed_like(item.state_dict(), tree["state"][name]))
 
 
 def _find_nature(
@@ -176,6 +183,7 @@ def _find_nature(
     collate: Any,
     sampler: Sampler,
     device: torch.device,
+    precision: str,
     objects: Mapping[str, Any],
     config: Config,
     group: Group,
@@ -194,6 +202,7 @@ def _find_nature(
             device,
             by_unit=config.unit is not None,
             check_loss=config.check_loss,
+            precision=precision,
             state_modules=tuple(objects.values()),
         )
     found = group.gather("nature", None if nature is None else msgspec.to_builtins(nature))[0]

@@ -18,7 +18,10 @@ class RandomWatch:
     def _states(self) -> list[Any]:
         states: list[Any] = [torch.get_rng_state()]
         if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state())
+            module = torch.get_device_module(self._device)
+            # A device that has no number among its kind (MPS) takes none here.
+            named = self._device.index is not None and self._device.type != "mps"
+            states.append(module.get_rng_state(self._device) if named else module.get_rng_state())
         if self._torch_only:
             return states
         states.append(random.getstate())

@@ -1,9 +1,11 @@
 """What one rank holds while it trains: the model, the plan, and the parts that a step uses. State, no policy."""
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from ragtag.comm.group import Group
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.config import Config
+from ragtag.core.errors import ModelError
 from ragtag.core.ledger import Ledger, micro_batches
 from ragtag.core.sampler import Sampler
 from ragtag.core.values import Plan
@@ -18,6 +21,7 @@ from ragtag.runtime.buffers import UnitBuffers
 from ragtag.runtime.device import Stopwatch
 from ragtag.runtime.gradients import GradientSums
 from ragtag.runtime.loader import UnitLoader
+from ragtag.runtime.names import named_buffers, named_parameters
 from ragtag.runtime.precision import LossScale
 from ragtag.runtime.replicas import check_replicas
 from ragtag.runtime.trial import Nature
@@ -44,32 +48,45 @@ class Run:
     by_unit: bool
     seed: int
     precision: str
+    device_precision: str
+    """What this rank computes in: fp32 where the device lacks bf16."""
     clip_norm: float | None
     config: Config
     state: Mapping[str, Any]
     loss_scale: LossScale
     buffers: UnitBuffers
     stopwatch: Stopwatch
+    exposed: Stopwatch
     committed: int = 0
     non_finite_steps: int = 0
     generation: int = 0
     apply_s: float = 0.0
     _gradients: GradientSums | None = None
     _requested_through: int = 0
-    _trainable: tuple[int, ...] = field(default=())
+    _trainable: list[int] = field(default_factory=list)
 
     @property
     def loss_factor(self) -> float:
         """What every sum of losses is multiplied by before backward, equal on all ranks; divided out after the
-        reduction."""
-        return self.loss_scale.value / self.sampler.global_batch_size
+        reduction.
+
+        A power of two, about one over the batch size: it keeps sums small and rounds nothing, in any dtype.
+        """
+        return self.loss_scale.value / 2 ** (self.sampler.global_batch_size - 1).bit_length()
+
+    @property
+    def plan_id(self) -> str:
+        """Content hash of the plan."""
+        return _id_of(self.plan)
 
     def gradients(self) -> GradientSums:
         """The gradient sums over what is trainable now; built again when the script froze or unfroze parameters."""
-        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and id(p) in optimized]
-        trainable = tuple(id(p) for _, p in named)
+        trainable = [id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self._gradients is None or trainable != self._trainable:
+            known = set(trainable)
+            named = [(name, p) for name, p in named_parameters(self.model) if id(p) in known]
+            if len(named) != len(known):
+                raise ModelError("the optimizer was given parameters that are not the model's; they cannot be reduced.")
             if self._gradients is not None:
                 self._gradients.begin()  # no stale gradient stays on what was frozen
                 self._gradients.close()
@@ -106,6 +123,7 @@ class Run:
 
     def adopt(self, plan: Plan) -> None:
         """Switch to another plan at a step boundary; what is prefetched and still ours is kept."""
+        assert plan.unit == self.plan.unit, "the unit is the run's, whatever the plan"
         self.plan = plan
         wanted = set()
         for step in range(self.committed + 1, self._requested_through + 1):
@@ -122,6 +140,18 @@ class Run:
         self.loader.keep(set())
         self._requested_through = committed
 
+    @property
+    def lr(self) -> torch.Tensor | float:
+        """The first group's learning rate, which may be a scalar on a device; NaN without one."""
+        return self.optimizer.param_groups[0].get("lr", math.nan)
+
+    def abandon_step(self) -> None:
+        """Forget a step that raised an error: gradients, changed buffers and what its loader had given out."""
+        if self._gradients is not None:
+            self._gradients.begin()
+        self.buffers.roll_back()
+        self.jump_to(self.committed)
+
     def step_scheduler(self, loss: float) -> None:
         """One scheduler step for one committed step."""
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -137,7 +167,7 @@ class Run:
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters and buffers by name, in the same order on every rank."""
-        return [*self.model.named_parameters(), *self.model.named_buffers()]
+        return [*named_parameters(self.model), *named_buffers(self.model)]
 
     def warn(self, message: str) -> None:
         """Warn once a message, on rank 0."""
@@ -149,3 +179,8 @@ class Run:
         if self._gradients is not None:
             self._gradients.close()
         self.loader.close()
+
+
+@lru_cache(maxsize=4)
+def _id_of(plan: Plan) -> str:
+    return plan.id

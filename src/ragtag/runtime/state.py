@@ -4,23 +4,20 @@ others.
 The tree names nothing of the cluster or the plan, so it can be read by any number of ranks under any split.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from ragtag.checkpoint.tree import flatten, unflatten
 from ragtag.comm.group import Group
 from ragtag.core.errors import CheckpointError
+from ragtag.runtime.names import named_parameters, plain_name
 from ragtag.runtime.run import Run
 
 SCHEMA = 1
-
-
-def bare(model: torch.nn.Module) -> torch.nn.Module:
-    """The module itself where it was wrapped by `torch.compile`, so that names do not depend on that."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, torch.nn.Module) else model
+T = TypeVar("T")
 
 
 def identity(run: Run) -> dict[str, Any]:
@@ -32,6 +29,7 @@ def identity(run: Run) -> dict[str, Any]:
         "dataset_size": run.sampler.dataset_size,
         "unit": run.plan.unit if run.by_unit else 1,
         "precision": run.precision,
+        "seed_samples": run.config.seed_samples,
     }
 
 
@@ -42,10 +40,13 @@ def collect(run: Run, script: Mapping[str, Any]) -> dict[str, Any]:
         "identity": identity(run),
         "committed": run.committed,
         "script": dict(script),
-        "model": dict(bare(run.model).state_dict()),
+        "model": _model_state(run.model),
+        # Those that are not part of the state_dict (persistent=False) too: forward changes them.
+        "buffers": dict(zip(run.buffers.names, run.buffers.values())),
         "optimizer": run.optimizer.state_dict(),
         "optimizer_class": type(run.optimizer).__name__,
-        "scheduler": None if run.scheduler is None else _plain_scheduler(run.scheduler.state_dict()),
+        "optimizer_parameters": _optimizer_parameters(run),
+        "scheduler": None if run.scheduler is None else plain_scheduler(run.scheduler.state_dict()),
         "loss_scale": run.loss_scale.state_dict(),
         "state": {name: item.state_dict() for name, item in run.state.items()},
     }
@@ -67,29 +68,71 @@ def check(run: Run, tree: Any, source: str) -> None:
             f"{source} was saved with {tree['optimizer_class']}, this run uses "
             f"{type(run.optimizer).__name__}. Use the same."
         )
-    _check_tensors(bare(run.model), tree["model"], source)
-    for kind, here in (("scheduler", run.scheduler is not None), ("state", bool(run.state))):
-        if bool(tree[kind]) != here:
-            raise CheckpointError(
-                f"{source} was saved {'with' if tree[kind] else 'without'} a {kind}; use the same here."
-            )
+    _check_tensors(_model_state(run.model), tree["model"], source)
+    _check_tensors(dict(zip(run.buffers.names, run.buffers.values())), tree["buffers"], source)
+    if (tree["scheduler"] is not None) != (run.scheduler is not None):
+        with_or_without = "without" if tree["scheduler"] is None else "with"
+        raise CheckpointError(f"{source} was saved {with_or_without} a scheduler; use the same here.")
     if set(tree["state"]) != set(run.state):
         raise CheckpointError(f"{source} holds state of {sorted(tree['state'])}, this run has {sorted(run.state)}.")
-    saved_groups, own_groups = tree["optimizer"]["param_groups"], run.optimizer.param_groups
-    if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in own_groups]:
-        raise CheckpointError(f"{source} was saved with other optimizer parameter groups. Use the same groups.")
+    if tree["optimizer_parameters"] != _optimizer_parameters(run):
+        raise CheckpointError(
+            f"{source} was saved with other optimizer parameter groups, or with parameters in another order within "
+            f"them. Use the same groups."
+        )
 
 
-def restore(run: Run, tree: Any) -> None:
+def restore(run: Run, tree: Any, source: str) -> None:
     """Put a collected and checked tree back."""
-    bare(run.model).load_state_dict(tree["model"])
-    run.optimizer.load_state_dict(tree["optimizer"])
-    if run.scheduler is not None:
-        run.scheduler.load_state_dict(tree["scheduler"])
-    run.loss_scale.load_state_dict(tree["loss_scale"])
-    for name, item in run.state.items():
-        item.load_state_dict(tree["state"][name])
+    part = "model"
+    try:
+        run.model.load_state_dict({name: tree["model"][plain_name(name)] for name in run.model.state_dict()})
+        with torch.no_grad():
+            for name, buffer in zip(run.buffers.names, run.buffers.values()):
+                buffer.copy_(tree["buffers"][name])
+        part = "optimizer"
+        run.optimizer.load_state_dict(tree["optimizer"])
+        part = "scheduler"
+        if run.scheduler is not None:
+            run.scheduler.load_state_dict(tree["scheduler"])
+        run.loss_scale.load_state_dict(tree["loss_scale"])
+        for name, item in run.state.items():
+            part = f"state[{name!r}]"
+            item.load_state_dict(placed_like(item.state_dict(), tree["state"][name]))
+    except Exception as error:
+        raise CheckpointError(
+            f"{part} did not take its state from {source}: {type(error).__name__}: {error}. What came before it is "
+            f"already loaded, so training cannot go on: start the script again."
+        ) from error
     run.jump_to(tree["committed"])
+    run.non_finite_steps = 0
+
+
+def on_rank_0(group: Group, name: str, action: Callable[[], T]) -> T | None:
+    """What `action` returns on rank 0, None elsewhere; a CheckpointError of its is raised on every rank alike."""
+    value, error = None, None
+    if group.rank == 0:
+        try:
+            value = action()
+        except CheckpointError as own:
+            error = own
+    refusal = group.gather(name, None if error is None else str(error))[0]
+    if refusal is not None:
+        error = error or CheckpointError(refusal)
+        error.origin_rank = 0
+        raise error
+    return value
+
+
+def placed_like(current: Any, saved: Any) -> Any:
+    """`saved`, its tensors on the devices where `current` has them: an average kept on an accelerator stays there."""
+    if isinstance(saved, torch.Tensor):
+        return saved.to(current.device) if isinstance(current, torch.Tensor) else saved
+    if type(saved) in (dict, OrderedDict) and isinstance(current, Mapping):
+        return type(saved)((key, placed_like(current.get(key), value)) for key, value in saved.items())
+    if type(saved) in (list, tuple) and isinstance(current, list | tuple) and len(current) == len(saved):
+        return type(saved)(placed_like(here, value) for here, value in zip(current, saved))
+    return saved
 
 
 def broadcast_tree(tree: Any, group: Group, name: str) -> Any:
@@ -112,11 +155,21 @@ def broadcast_tree(tree: Any, group: Group, name: str) -> Any:
     return tree if group.rank == 0 else unflatten(skeleton, dict(zip(tensors, hosted)))
 
 
-def _check_tensors(model: torch.nn.Module, saved: Mapping[str, torch.Tensor], source: str) -> None:
-    own = model.state_dict()
+def _model_state(model: torch.nn.Module) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in model.state_dict().items()}
+
+
+def _optimizer_parameters(run: Run) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in named_parameters(run.model)}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in run.optimizer.param_groups]
+
+
+def _check_tensors(own: Mapping[str, Any], saved: Mapping[str, Any], source: str) -> None:
     for name, tensor in own.items():
         if name not in saved:
             raise CheckpointError(f"{source} is of another model: it has no '{name}'.")
+        if not (isinstance(tensor, torch.Tensor) and isinstance(saved[name], torch.Tensor)):
+            continue
         if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
             raise CheckpointError(
                 f"{source} is of another model: '{name}' is {tuple(saved[name].shape)} {saved[name].dtype} there, "
@@ -126,14 +179,22 @@ def _check_tensors(model: torch.nn.Module, saved: Mapping[str, torch.Tensor], so
         raise CheckpointError(f"{source} is of another model: it has '{extra[0]}', this one does not.")
 
 
-def _plain_scheduler(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Schedulers keep callables and modules of their own in their state; only numbers and lists of them belong in a
-    file."""
-    kept = {}
-    for key, value in state.items():
-        try:
-            flatten(value)
-        except CheckpointError:
-            continue
-        kept[key] = value
-    return kept
+def plain_scheduler(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Schedulers keep callables and modules of their own in their state, and chained ones the states of others; only
+    numbers and lists of them belong in a file."""
+    return {key: _plain(value) for key, value in state.items() if _plain(value) is not _NOT_PLAIN}
+
+
+_NOT_PLAIN = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain_scheduler(value) if all(isinstance(key, str) for key in value) else value
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return [_plain(item) for item in value]
+    try:
+        flatten(value)
+    except CheckpointError:
+        return _NOT_PLAIN
+    return value

@@ -4,9 +4,11 @@ Take this rank's units from the ledger, add up the sums of their losses and grad
 backward still runs, vote, and only then touch the parameters.
 """
 
+import logging
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +20,15 @@ from ragtag.core.ledger import Ledger
 from ragtag.core.mixing import seed_for
 from ragtag.core.values import StepReport
 from ragtag.runtime.batches import to_device
-from ragtag.runtime.loss import Loss, as_loss, is_zero_count, require_gradient
+from ragtag.runtime.device import copies_asynchronously
+from ragtag.runtime.loss import Loss, as_loss, require_gradient
 from ragtag.runtime.loss_sums import LossSums
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.random_watch import RandomWatch
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
 from ragtag.runtime.run import Run
+
+log = logging.getLogger("ragtag")
 
 NON_FINITE_LIMIT = 10
 """Steps in a row that may be skipped for non-finite values before the run ends, fp16 back-off aside."""
@@ -43,42 +48,39 @@ def run_step(run: Run, number: int) -> StepReport:
     # 1. Own work: the sum of losses and gradients over the units the ledger says are ours.
     data_s = 0.0
     pieces = run.pieces(ledger)
-    watch = None if run.by_unit else RandomWatch(run.device, torch_only=True)
-    with preserved_random_state(run.device) if run.by_unit else nullcontext():
-        for position, units in enumerate(pieces):
-            group.note(number, "reading data")
-            waited = time.perf_counter()
-            data = run.loader.take([(number, unit) for unit in units])
-            data_s += time.perf_counter() - waited
-            group.note(number, "forward and backward")
-            run.stopwatch.start()
-            num_samples = ledger.span(units[-1])[1] - ledger.span(units[0])[0]
-            loss = _forward(run, number, units[0], data, num_samples)
+    for position, units in enumerate(pieces):
+        group.note(number, "reading data")
+        waited = time.perf_counter()
+        data = run.loader.take([(number, unit) for unit in units])
+        data_s += time.perf_counter() - waited
+        group.note(number, "forward and backward")
+        run.stopwatch.start()
+        num_samples = ledger.span(units[-1])[1] - ledger.span(units[0])[0]
+        with _random_numbers_of(run, number, units[0]):
+            loss = _forward(run, number, data, num_samples)
             losses.add(loss, units)
             sums.begin_backward(last=position == len(pieces) - 1)
             if loss.total.requires_grad:
                 (loss.total * run.loss_factor).backward()
-            run.stopwatch.stop()
-            ledger.record_sum(group.rank, units)
-    if watch is not None and watch.drew():
-        raise ModelError(
-            f"forward drew random numbers in step {number}, although it drew none in the trial before step 1. "
-            f"Fix what is computed together, so that any split gives the same numbers: Config(unit=...)."
-        )
+        run.stopwatch.stop()
+        ledger.record_sum(group.rank, units)
 
     # 2. Reduce and vote; again, without overlap, if a gradient came after its bucket had left.
     group.note(number, "reducing gradients")
-    ready = time.perf_counter()
+    run.exposed.start()
     sums.launch_rest()
     buffers.launch()
-    attempt = 0
+    attempt, compute_s, exposed_s = 0, 0.0, 0.0
     while True:
         sums.wait()
         buffers.wait()
-        total, weight, norm, *metrics = losses.numbers(sums.norm())  # the step's one synchronisation
+        run.exposed.stop()
+        (total, weight, *metrics), (norm, lr) = losses.numbers(sums.norm(), run.lr)  # the step's one synchronisation
+        compute_s += run.stopwatch.take()
+        exposed_s += run.exposed.take()
         ballot = Ballot(
             step=number,
-            plan_hash=int(plan.id, 16),
+            plan_hash=int(run.plan_id, 16),
             attempt=attempt,
             launched_too_early=sums.launched_too_early,
             contents_hash=ledger.contents_hash(group.rank),
@@ -86,8 +88,8 @@ def run_step(run: Run, number: int) -> StepReport:
             weight=weight,
             loss_total=total,
             norm=norm,
-            compute_s=run.stopwatch.take() if attempt == 0 else 0.0,
-            exposed_s=time.perf_counter() - ready,
+            compute_s=compute_s,
+            exposed_s=exposed_s,
             data_s=data_s,
             apply_s=run.apply_s,
             metrics=tuple(metrics),
@@ -98,12 +100,15 @@ def run_step(run: Run, number: int) -> StepReport:
         if not outcome.reduce_again:
             break
         attempt += 1
+        log.info(
+            "step %d: a gradient came after its bucket had left; reducing again, from now on after backward", number
+        )
+        run.exposed.start()
         sums.launch_again()
 
     # 3. Everybody holds the same sum: apply it, or skip it, everywhere alike.
     applying = time.perf_counter()
-    lr = float(run.optimizer.param_groups[0]["lr"]) if "lr" in run.optimizer.param_groups[0] else math.nan
-    factor = run.sampler.global_batch_size / (run.loss_scale.value * outcome.weight) if outcome.weight else math.nan
+    factor = 1 / (run.loss_factor * outcome.weight) if outcome.weight else math.nan
     grad_norm = outcome.norm * factor
     skipped = _reason_to_skip(run, number, ledger, losses, outcome)
     if skipped:
@@ -134,26 +139,41 @@ def run_step(run: Run, number: int) -> StepReport:
         compute_s=outcome.compute_s,
         wait_s=outcome.wait_s,
         comm_s=outcome.comm_s,
-        plan_id=plan.id,
+        plan_id=run.plan_id,
         generation=run.generation,
     )
 
 
-def _forward(run: Run, step: int, unit: int, data: Any, num_samples: int) -> Loss:
-    """Forward and loss of one micro-batch; in runs by unit, from the step's buffers and the unit's own random
-    numbers."""
+@contextmanager
+def _random_numbers_of(run: Run, step: int, unit: int) -> Iterator[None]:
+    """In runs by unit the unit's own random numbers, of which the script's notice nothing; in others, none at all."""
     if run.by_unit:
-        run.buffers.begin_unit()
-        seed_everything(seed_for(run.seed, step, unit), run.device)
-    with autocast(run.precision, run.device):
-        loss = as_loss(run.loss_fn(run.model, to_device(data, run.device)), num_samples=num_samples)
+        with preserved_random_state(run.device):
+            seed_everything(seed_for(run.seed, step, unit), run.device)
+            yield
+        return
+    watch = RandomWatch(run.device, torch_only=True)
+    yield
+    if watch.drew():
+        raise ModelError(
+            f"forward drew random numbers in step {step}, although it drew none in the trial before step 1. "
+            f"Fix what is computed together, so that any split gives the same numbers: Config(unit=...)."
+        )
+
+
+def _forward(run: Run, step: int, data: Any, num_samples: int) -> Loss:
+    """Forward and loss of one micro-batch, from the step's buffers."""
+    run.buffers.begin_unit()
+    batch = to_device(data, run.device, non_blocking=copies_asynchronously(run.device))
+    with autocast(run.device_precision, run.device):
+        loss = as_loss(run.loss_fn(run.model, batch), num_samples=num_samples)
     run.buffers.end_forward(num_samples)
     if tuple(sorted(loss.metrics)) != run.nature.metric_names:
         raise LossError(
             f"loss_fn returned the metrics {sorted(loss.metrics)} in step {step}, but "
             f"{list(run.nature.metric_names)} in the trial. Return the same names every time."
         )
-    require_gradient(loss, has_items=not is_zero_count(loss.count))
+    require_gradient(loss)
     return loss
 
 

@@ -5,7 +5,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from ragtag.checkpoint.file import load_file, save_file
 from ragtag.comm.rendezvous import connect
 from ragtag.core.config import Config, shares_from_environment
-from ragtag.core.errors import SettingError, did_you_mean
+from ragtag.core.errors import PeerError, SettingError, did_you_mean
 from ragtag.core.values import Plan, StepReport
 from ragtag.runtime import checks, state
 from ragtag.runtime.evaluation import Evaluation, evaluate
@@ -25,6 +25,8 @@ from ragtag.runtime.script import ScriptPosition
 from ragtag.runtime.step import run_step
 
 log = logging.getLogger("ragtag")
+
+_KEPT_LOADERS = 4  # a script that makes a new dataset for each evaluation must not gather worker processes
 
 
 class Trainer:
@@ -123,24 +125,31 @@ class Trainer:
         """Train, yielding the next `n` committed steps, with parameters already updated at each yield.
 
         Epochs roll over. Skipped steps are counted and yielded with `skipped` set. The k-th call covers a fixed range
-        of step numbers: after `load`, ranges already committed yield nothing.
+        of step numbers: after `load`, ranges already committed yield nothing. A loop that is still open when the next
+        one starts has ended.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise SettingError(f"steps({n!r}): expected a whole number of steps, at least 0.")
-        call, first, last = self._script.claim(n)
-        return self._steps(call, first, last)
+        return self._steps(n)
 
-    def _steps(self, call: int, first: int, last: int) -> Iterator[StepReport]:
-        complete = False
+    def _steps(self, n: int) -> Iterator[StepReport]:
+        run, complete = self._run, False
+        call, last = self._script.claim(n, committed=run.committed)
         try:
-            for number in range(max(first, self._run.committed + 1), last + 1):
+            # Asked anew each time: the loop's body may have loaded an older or a newer state.
+            while self._script.is_open(call) and run.committed < last:
+                number = run.committed + 1
                 with self._failure_reaches_all(f"step {number}"):
-                    report = run_step(self._run, number)
+                    try:
+                        report = run_step(run, number)
+                    except BaseException:
+                        run.abandon_step()
+                        raise
                 self._group.note(number, "the script's own code after this step")
                 yield report
             complete = True
         finally:
-            self._script.finish(call, committed=self._run.committed, complete=complete)
+            self._script.finish(call, committed=run.committed, complete=complete)
 
     def evaluate(self, dataset: Any, metric_fn: Callable[[torch.nn.Module, Any], Any]) -> Evaluation:
         """Mean of `metric_fn` over a whole dataset, in evaluation mode, equal on every rank and for any number of
@@ -172,29 +181,36 @@ class Trainer:
                 plan=run.plan,
                 group=run.group,
                 device=run.device,
-                precision=run.precision,
+                precision=run.device_precision,
+                seed=run.seed,
                 name=f"evaluation {self._num_evaluations}",
             )
         self._script.record(value.to_state())
         return value
 
     def _eval_loader(self, dataset: Any) -> UnitLoader:
-        """One loader a dataset, kept, so that its worker processes start once."""
-        if id(dataset) not in self._eval_loaders:
-            self._eval_loaders[id(dataset)] = (dataset, self._run.make_loader(dataset))
-        return self._eval_loaders[id(dataset)][1]
+        """One loader a dataset, kept while it is among the last few, so that its worker processes start once."""
+        kept = self._eval_loaders.pop(id(dataset), None) or (dataset, self._run.make_loader(dataset))
+        self._eval_loaders[id(dataset)] = kept
+        while len(self._eval_loaders) > _KEPT_LOADERS:
+            _, loader = self._eval_loaders.pop(next(iter(self._eval_loaders)))
+            loader.close()
+        return kept[1]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything needed to continue to one safetensors file, atomically. Call it on every rank; rank 0
         writes.
 
         Raises:
-            CheckpointError: on every rank, when rank 0 could not write; an older file is left intact.
+            CheckpointError: on every rank, when rank 0 could not write; an older file is left intact, and training can
+                go on.
         """
+
+        def write() -> None:
+            save_file(Path(path), state.collect(self._run, self._script.state_dict()))
+
         with self._failure_reaches_all(f"saving {path}"):
-            if self._group.rank == 0:
-                save_file(Path(path), state.collect(self._run, self._script.state_dict()))
-            self._group.barrier(f"saving {path}")
+            state.on_rank_0(self._group, "save", write)
 
     def load(self, path: str | os.PathLike[str], *, replay: bool = True) -> None:
         """Continue from a file that `save` wrote, on any number of ranks; only rank 0 needs the file.
@@ -206,14 +222,19 @@ class Trainer:
                 saved step.
 
         Raises:
-            CheckpointError: missing, damaged, or of another model or run; nothing was changed.
+            CheckpointError: on every rank, when the file is missing, damaged, or of another model or run; nothing was
+                changed, and training can go on.
         """
+
+        def read() -> Any:
+            tree = load_file(Path(path))
+            state.check(self._run, tree, str(path))
+            return tree
+
         with self._failure_reaches_all(f"loading {path}"):
-            tree = load_file(Path(path)) if self._group.rank == 0 else None
-            if tree is not None:
-                state.check(self._run, tree, str(path))
-            tree = state.broadcast_tree(tree, self._group, f"load {path}")
-            state.restore(self._run, tree)
+            tree = state.on_rank_0(self._group, "load", read)
+            tree = state.broadcast_tree(tree, self._group, "loaded values")
+            state.restore(self._run, tree, str(path))
             self._script.load_state_dict(tree["script"], committed=tree["committed"], replay=replay)
         if self._group.rank == 0:
             log.info("loaded %s: %d steps are done", path, self._run.committed)
@@ -240,8 +261,13 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            if getattr(error, "origin_rank", None) is None:  # else all ranks raise it by themselves
+            if getattr(error, "origin_rank", None) is None:
                 self._group.announce_failure(error, doing)
+            elif not isinstance(error, PeerError):
+                # All ranks raise this one by themselves. The first one to end its script must not do so, and tell,
+                # while another is still waiting for what makes it raise the same.
+                with suppress(PeerError):
+                    self._group.barrier("ending together")
             raise
 
 

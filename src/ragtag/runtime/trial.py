@@ -17,6 +17,8 @@ from ragtag.core.errors import LossError, ModelError
 from ragtag.runtime.batches import size_of, to_device
 from ragtag.runtime.loss import Loss, as_loss, number_of, require_gradient
 from ragtag.runtime.modes import mode
+from ragtag.runtime.names import buffer_owners, named_buffers
+from ragtag.runtime.precision import autocast
 from ragtag.runtime.random_watch import RandomWatch
 from ragtag.runtime.randomness import preserved_random_state
 
@@ -65,6 +67,7 @@ def try_loss(
     *,
     by_unit: bool,
     check_loss: bool,
+    precision: str = "fp32",
     state_modules: Sequence[Any] = (),
 ) -> Nature:
     """Run the trial; the model, its buffers and all random states are as before afterwards.
@@ -73,6 +76,7 @@ def try_loss(
         samples: at most four, see `choose_samples`.
         by_unit: the user has set `unit`, so losses that compare samples within a batch are fine.
         check_loss: compare 4 against 2 + 2 at all.
+        precision: what a step computes in.
         state_modules: objects registered in `state`; buffers of modules among them may change in forward.
 
     Raises:
@@ -80,26 +84,27 @@ def try_loss(
         ModelError: forward changes buffers that ragtag cannot merge.
     """
 
-    def loss_of(part: Sequence[Any]) -> Loss:
-        result = loss_fn(model, to_device(collate(list(part)), device))
-        return as_loss(result, num_samples=len(part))
+    def loss_of(part: Sequence[Any], precision: str = precision) -> Loss:
+        with autocast(precision, device):
+            result = loss_fn(model, to_device(collate(list(part)), device))
+            return as_loss(result, num_samples=len(part))
 
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.detach().clone() for name, buffer in named_buffers(model)}
     compiled_eagerly = torch.compiler.set_stance("force_eager")
     with preserved_random_state(device), compiled_eagerly:
         try:
             watch = RandomWatch(device)
             with torch.enable_grad():
                 trained = loss_of(samples)
-            require_gradient(trained, has_items=number_of(trained.count) != 0)
+            require_gradient(trained)
             drew = watch.drew()
-            changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+            changed = [name for name, buffer in named_buffers(model) if not _same(buffer, buffers[name])]
             if check_loss and not by_unit and len(samples) >= 2:
                 with mode(model, training=False), torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # about the missing gradients, from checkpointing
-                    _check_additive(loss_of, samples)
+                    _check_additive(loss_of, samples, precision, _smallest_dtype(model), device)
         finally:
-            for name, buffer in model.named_buffers():
+            for name, buffer in named_buffers(model):
                 buffer.detach().copy_(buffers[name])
     batch_norm = _check_buffers(model, changed, state_modules)
     return Nature(
@@ -110,10 +115,41 @@ def try_loss(
     )
 
 
-def _check_additive(loss_of: Callable[[Sequence[Any]], Loss], samples: Sequence[Any]) -> None:
+def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether nothing was written; a NaN that stayed a NaN was not."""
+    return torch.equal(buffer, before) or (
+        buffer.is_floating_point()
+        and torch.equal(torch.nan_to_num(buffer), torch.nan_to_num(before))
+        and torch.equal(buffer.isnan(), before.isnan())
+    )
+
+
+def _smallest_dtype(model: torch.nn.Module) -> torch.dtype:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+def _check_additive(
+    loss_of: Callable[..., Loss], samples: Sequence[Any], precision: str, dtype: torch.dtype, device: torch.device
+) -> None:
     half = len(samples) // 2
-    whole, first, second = loss_of(samples), loss_of(samples[:half]), loss_of(samples[half:])
-    tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(whole.total.dtype, 2e-2)
+    parts_of_it = (samples, samples[:half], samples[half:])
+    watch = RandomWatch(device)
+    try:  # token means differ little in a new model: rounding to fewer digits would hide them
+        whole, first, second = (loss_of(part, "fp32") for part in parts_of_it)
+    except RuntimeError:
+        if precision == "fp32":
+            raise
+        whole, first, second = (loss_of(part) for part in parts_of_it)
+    else:
+        precision = "fp32"
+    if precision != "fp32":
+        dtype = torch.bfloat16
+    elif whole.total.dtype.itemsize < dtype.itemsize:
+        dtype = whole.total.dtype
+    if watch.drew():  # random in evaluation mode too, or in collate_fn: nothing can be told from comparing
+        return
+    tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(dtype, 2e-2)
     total, parts = number_of(whole.total), number_of(first.total) + number_of(second.total)
     counts = number_of(first.count) + number_of(second.count)
     scale = max(abs(total), abs(number_of(first.total)), abs(number_of(second.total)), 1e-30)
@@ -134,11 +170,7 @@ def _check_additive(loss_of: Callable[[Sequence[Any]], Loss], samples: Sequence[
 def _check_buffers(model: torch.nn.Module, changed: Sequence[str], state_modules: Sequence[Any]) -> bool:
     """Refuse changed buffers that are neither BatchNorm's nor registered; returns whether BatchNorm's are among
     them."""
-    owners = {
-        f"{prefix}.{name}" if prefix else name: module
-        for prefix, module in model.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-    }
+    owners = {name: module for name, (module, _) in buffer_owners(model).items()}
     registered = {id(m) for item in state_modules if isinstance(item, torch.nn.Module) for m in item.modules()}
     norm = torch.nn.modules.batchnorm._NormBase
     refused = [name for name in changed if not isinstance(owners[name], norm) and id(owners[name]) not in registered]

@@ -1,0 +1,54 @@
+"""What the controller sees of one step: numbers that every rank has, and has bit for bit alike.
+
+The one idea: an observation is made from the ballots alone, never from a rank's own clock, so that controllers on all
+ranks stay copies of each other without a message.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ragtag.control.ballot import Ballot
+from ragtag.core.values import Plan
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed step; tuples are by rank."""
+
+    step: int
+    plan_id: str
+    samples: tuple[int, ...]
+    """Samples that each rank computed, wherever they were planned."""
+    micro_batches: tuple[int, ...]
+    """In how many forwards."""
+    compute_s: tuple[float, ...]
+    """Seconds in forward and backward; 0: not measured. Waiting, for data or for others, is not in it."""
+    apply_s: tuple[float, ...]
+    """Seconds of the optimizer: work of a rank that does not shrink with its share."""
+    comm_s: float
+    """Seconds that even the last rank to finish its work waited for the complete sum."""
+    wall_s: float
+    """Seconds of the step, the same number on all ranks."""
+
+
+def forwards(samples: int, *, unit: int, micro_batch: int) -> int:
+    """Return how many micro-batches `samples` samples are cut into: one a unit, or as few as `micro_batch` allows."""
+    return -(-samples // (unit if unit > 1 else micro_batch))
+
+
+def observe_ballots(ballots: Sequence[Ballot], plan: Plan) -> Observation:
+    """Return the observation of the step that `ballots`, in rank order, voted on under `plan`.
+
+    The step's wall time is that of the rank whose optimizer, reading, computing and waiting took longest together.
+    """
+    sizes = zip(ballots, plan.micro_batch)
+    return Observation(
+        step=ballots[0].step,
+        plan_id=plan.id,
+        samples=tuple(ballot.samples for ballot in ballots),
+        micro_batches=tuple(forwards(b.samples, unit=plan.unit, micro_batch=size) for b, size in sizes),
+        compute_s=tuple(ballot.compute_s for ballot in ballots),
+        apply_s=tuple(ballot.apply_s for ballot in ballots),
+        comm_s=min(ballot.exposed_s for ballot in ballots),
+        wall_s=max(b.apply_s + b.data_s + b.compute_s + b.exposed_s for b in ballots),
+    )

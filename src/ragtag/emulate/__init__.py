@@ -1,0 +1,1 @@
+"""Make this machine look like an unequal cluster: speed, memory and links."""
