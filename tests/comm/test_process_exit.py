@@ -93,9 +93,9 @@ def test_every_end_is_quick(ended):
     assert slowest_s < 30.0, "10 x patience_s would be 100 s"
 
 
-def told(rank, hosts) -> Any:
-    """Return a group of which only the hosts matter."""
-    return SimpleNamespace(rank=rank, hosts=hosts)
+def told(rank, hosts, failure=None) -> Any:
+    """Return a group of which only the hosts and what it was told matter."""
+    return SimpleNamespace(rank=rank, hosts=hosts, failure=failure)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,14 @@ def told(rank, hosts) -> Any:
 def test_a_person_reads_each_error_once_per_host(error, expected):
     hosts = ("alpha", "alpha", "beta", "beta")
     assert [what_to_print(error, told(rank, hosts)) for rank in range(4)] == expected
+
+
+def test_the_same_mistake_on_every_rank_is_printed_by_the_first_that_told():
+    error, hosts = ValueError("no such  file"), ("alpha", "alpha", "beta", "beta")
+    first = PeerFailed("Rank 1 (alpha) failed at step 0: ValueError: no such file. Rank 0 ...", rank=1)
+    printed = [what_to_print(error, told(rank, hosts, first)) for rank in range(4)]
+    assert printed == ["nothing", "all", "line", "nothing"]
+    assert what_to_print(ValueError("another"), told(0, hosts, first)) == "all"
 
 
 def test_an_error_that_all_raise_is_printed_by_its_origin():

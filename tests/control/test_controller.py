@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.control.simulated import Devices, equal_plan, fixed, foreseen, plan_of, run
 
 from ragtag.control.controller import Controller
-from ragtag.control.proposal import Limits
+from ragtag.control.predict import cluster_of, observe_step
+from ragtag.control.proposal import Limits, best_plan, least_step_s
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.decision import Decision
 from ragtag.core.errors import SettingError
@@ -123,21 +124,33 @@ def test_a_device_whose_fixed_cost_is_longer_than_a_step_is_parked():
     assert "rank 2 parked" in first.reason
     assert first.predicted_gain > 0.8
     assert [decision.kind for decision in later] == ["try", "park"] * (len(later) // 2)
+    assert all(after.step == before.step + 1 for before, after in zip(later[::2], later[1::2]))
     assert later
     without = 400 * 0.06
     assert result.total_s(10) < 1.1 * without
 
 
 def test_a_device_that_is_slow_but_worth_it_is_not_parked():
-    result = run(Devices(speeds=[1, 1, 0.1], fixed_s=[0, 0, 0.01]), 42, 300)
+    devices = Devices(speeds=[1, 1, 0.1], fixed_s=[0, 0, 0.002])
+    result = run(devices, 42, 300)
     assert {decision.kind for decision in result.controller.history} == {"shares"}
-    assert result.shares(300)[2] > 0
+    without = fixed(devices, plan_of((21, 21, 0)), 300)
+    assert result.total_s(10) < 0.97 * sum(seen.wall_s for seen in without[9:])
 
 
 def test_a_parked_device_that_became_fast_works_again():
     result = run(Devices(speeds=[1, 1, lambda step: 0.05 if step < 60 else 1]), 12, 300)
     assert [decision.kind for decision in result.controller.history] == ["park", "try", "unpark"]
     assert result.shares(300) == (4, 4, 4)
+
+
+def test_what_a_device_did_before_it_was_parked_does_not_count_in_a_try():
+    def speed(step):
+        return (0.5 if step // 5 % 2 else 1) if step < 40 else 0.02 if step < 70 else 1
+
+    result = run(Devices(speeds=[1, 1, speed]), 24, 500)
+    assert result.shares(60) == (12, 12, 0)
+    assert result.shares(500) == (8, 8, 8)
 
 
 def test_a_parked_device_works_again_when_the_others_slow_down():
@@ -179,6 +192,33 @@ def test_what_was_predicted_and_what_was_achieved():
     assert first.reason.startswith("shares 11, 11, 11, 11 -> ")
     assert first.plan.reason == first.reason
     assert "achieved" in first.outcome()
+
+
+def test_predictions_know_that_the_slowest_of_noisy_ranks_sets_the_pace():
+    ratios = []
+    for seed in range(4):
+        result = run(Devices(speeds=FOUR, jitter=0.3, seed=seed), 44, 150)
+        ratios += [
+            decision.achieved_step_s / decision.predicted_step_s
+            for decision in result.controller.history
+            if decision.step > 10 and decision.achieved_step_s and decision.achieved_over == 8
+        ]
+    assert len(ratios) >= 4
+    assert sum(ratios) / len(ratios) == pytest.approx(1, abs=0.15)
+
+
+@given(st.lists(st.tuples(st.floats(0.05, 1), st.floats(0, 0.3)), min_size=2, max_size=6), st.integers(1, 64))
+def test_the_bound_that_spares_the_search_is_a_bound_and_a_near_one(ranks, batch):
+    devices = Devices(speeds=[speed for speed, _ in ranks], fixed_s=[cost for _, cost in ranks])
+    plan, cluster = plan_of((8,) * len(ranks)), cluster_of(len(ranks))
+    for step in range(4):
+        cluster = observe_step(cluster, devices.step(step, plan))
+    plan = equal_plan(len(ranks), batch)
+    best = best_plan(cluster, plan, Limits())
+    best_s = max(cluster.rank_s(rank, share, max(1, share), 1) for rank, share in enumerate(best.shares))
+    bound_s = least_step_s(cluster, plan, Limits())
+    assert bound_s <= best_s + 2e-6
+    assert best_s <= bound_s + max(speed.level_s for speed in cluster.speeds)
 
 
 def test_limits_that_cannot_be_kept():

@@ -73,6 +73,13 @@ def test_a_fixed_cost_is_learnt_from_one_change_of_share():
         assert speed.time_s(n, 1) == pytest.approx(cost + per_sample * n, rel=0.02)
 
 
+def test_a_share_that_moves_to_and_fro_is_not_a_rank_that_flaps():
+    shares = [20] * 6 + [40] * 4 + [20] * 4 + [40] * 4 + [20] * 4
+    speed = watch(Speed(), [(n, 1, 1.0 + 0.01 * n) for n in shares])
+    assert speed.patience == 2
+    assert speed.time_s(20, 1) == pytest.approx(1.2, rel=0.02)
+
+
 def test_the_cost_of_a_forward_is_told_from_that_of_a_step():
     shares = [(64, 2), (64, 8), (40, 5), (64, 2), (24, 6), (64, 8)]
     steps = [(n, k, 0.02 * k + 0.01 * n) for n, k in shares for _ in range(4)]

@@ -51,7 +51,7 @@ def accuracy(model, batch):
     return float((model(batch[0]).argmax(1) == batch[1].argmax(1)).double().mean())
 
 
-def evaluate_all():
+def evaluate_all(num_workers=0):
     model = nn.Sequential(nn.BatchNorm1d(6), cases.mlp(), nn.Dropout(0.5)).double()
     model[0].eval()  # frozen statistics stay frozen
     trainer = ragtag.Trainer(
@@ -60,7 +60,7 @@ def evaluate_all():
         cases.mean_squares,
         cases.regression(),
         global_batch_size=10,
-        loader={"num_workers": 1},
+        loader={"num_workers": num_workers},
         config=ragtag.Config(unit=5),
     )
     list(trainer.steps(2))
@@ -69,8 +69,9 @@ def evaluate_all():
     values = {}
     for name, size in SIZES.items():
         values[name] = trainer.evaluate(cases.regression(size), squares_and_metrics)
+    dataset = cases.regression(23)
     for metric in (only_some, nothing, with_random_numbers, accuracy):
-        values[metric.__name__] = trainer.evaluate(cases.regression(23), metric)
+        values[metric.__name__] = trainer.evaluate(dataset, metric)
     values["augmented"] = trainer.evaluate(Augmented(), cases.mean_squares)
     assert modes == [module.training for module in model.modules()]
     assert not modes[1]
@@ -87,7 +88,7 @@ def alone():
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_any_number_of_ranks_gives_the_same_bits(alone, world_size):
-    for values, _ in run_ranks(world_size, evaluate_all):
+    for values, _ in run_ranks(world_size, evaluate_all, 1 if world_size == 2 else 0):
         assert repr(values) == repr(alone[0])  # repr: a mean over nothing is nan
 
 

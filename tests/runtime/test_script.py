@@ -19,10 +19,10 @@ class World:
         self.committed = 0
         self.steps = []
         self.values = []
-        self.saved = None
+        self.saved: tuple[dict, int] | None = None
 
 
-def play(script, breaks, world, position, *, save_after=None):
+def play(script, breaks, world: World, position, *, save_after=None):
     """Run `script`, pairs of (n, number of evaluations after it); loops end early at the steps `breaks`."""
 
     def note():

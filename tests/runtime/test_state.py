@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import ragtag
 from ragtag.checkpoint.file import load_file, save_file
+from ragtag.runtime.replicas import hashes
 
 SIZE, BATCH, UNIT = 46, 10, 4  # five steps an epoch, the last one of six samples
 SAVED_AT, STEPS = 7, 12
@@ -116,8 +117,12 @@ def train(path, *, until, load=False, save_at=None):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("state") / "saved")
-    whole = solo(train, path + ".unused", until=STEPS)
+    whole = solo(uninterrupted)
     return path, whole, run_ranks(3, save_in_mid_epoch, path)
+
+
+def uninterrupted():
+    return train("unused", until=STEPS)
 
 
 def save_in_mid_epoch(path):
@@ -172,7 +177,7 @@ def other_model():
 
 DIFFERENT = {
     "model": ({"model": other_model()}, r"of another model: '2.weight' is \(16, 16\).*\(15, 16\).* here"),
-    "more": ({"model": nn.Sequential(*cases.mlp(), nn.Linear(3, 3).double())}, "it has no '5.weight'"),
+    "more": ({"model": nn.Sequential(*cases.mlp().children(), nn.Linear(3, 3).double())}, "it has no '5.weight'"),
     "dtype": (
         {"model": cases.mlp(torch.float32), "dataset": cases.regression(dtype=torch.float32)},
         r"torch\.float64 there, .* torch\.float32 here",
@@ -223,7 +228,7 @@ def test_state_that_does_not_take_what_was_saved_is_named(plain_file, tmp_path):
     tree["state"] = {"ema": {"weight": torch.ones(3)}}
     save_file(tmp_path / "odd", tree)
     with pytest.raises(
-        ragtag.CheckpointError, match=r"state\['ema'\] did not take its state .* start the script again"
+        ragtag.CheckpointError, match=r"(?s)state\['ema'\] did not take its state .* start the script again"
     ):
         make(state={"ema": nn.Linear(1, 1)}).load(tmp_path / "odd")
 
@@ -270,10 +275,10 @@ def test_a_file_that_rank_0_cannot_use_is_the_same_error_everywhere(plain_file, 
 def test_compiling_is_not_part_of_what_is_saved(save_compiled, load_compiled, tmp_path):
     results = []
     for compiled in (save_compiled, load_compiled):
-        model = cases.mlp()
+        model = bare = cases.mlp()
         if compiled:  # a part of it and the whole
-            model[2] = torch.compile(model[2], backend="eager")
-            model = torch.compile(model, backend="eager")
+            bare[2] = torch.compile(bare[2], backend="eager")
+            model = torch.compile(bare, backend="eager")
         trainer = make(model)
         if results:
             trainer.load(tmp_path / "s")
@@ -282,15 +287,26 @@ def test_compiling_is_not_part_of_what_is_saved(save_compiled, load_compiled, tm
         if not results:
             trainer.save(tmp_path / "s")
             list(trainer.steps(2))
-        results.append([value.clone() for value in model.parameters()])
+        results.append([value.clone() for value in bare.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+class Wrapped(nn.Module):
+    """Names as `torch.compile` makes them, without the seconds that importing the compiler takes in each rank."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, x):
+        return self._orig_mod(x)
 
 
 def half_compiled():
     """Whether a rank compiles is its own business."""
     model = cases.mlp()
     rank = int(os.environ.get("RANK", "0"))
-    trained = torch.compile(model, backend="eager") if rank == 1 else model
+    trained = Wrapped(model) if rank == 1 else model
     trainer = make(trained, config=ragtag.Config(check_replicas_every=1))
     list(trainer.steps(3))
     trainer.close()
@@ -303,6 +319,15 @@ def test_one_rank_may_compile():
     list(reference.steps(3))
     for own in values:
         assert worst_difference(own, cases.values(reference._run.model)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_hashes_of_replicas_see_one_bit_and_other_constants(dtype):
+    rows = ([0, 0, 0, 0], [1, 1, 1, 1], [[1, 0], [0, 0]], [], 1, [1, 0, 0, 0])
+    tensors = [torch.tensor(row).to(dtype) for row in rows]
+    found = hashes([(str(index), tensor) for index, tensor in enumerate(tensors)])
+    assert len({found[0], found[1], found[5]}) == 3
+    assert found[0] == hashes([("again", torch.zeros(4, dtype=dtype))])[0]
 
 
 def test_an_average_that_is_no_module_and_further_values(tmp_path):

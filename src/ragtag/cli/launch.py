@@ -22,6 +22,8 @@ from ragtag.cli.output import Output
 from ragtag.core.errors import LaunchError, SettingError
 
 _POLL_S = 0.03
+_HOLD_S = 8.0
+"""How long a traceback of another rank than 0 may be held back, to see whether it is one that was shown already."""
 _END_BY_THEMSELVES_S = 5.0
 """How long the others may go on after one worker failed; they normally end within a second."""
 _INTERRUPT_S = 3.0
@@ -130,8 +132,7 @@ def launch_local(request: Request, environ: Mapping[str, str] = os.environ) -> i
         for worker in workers:
             _kill(worker, signal.SIGKILL)
             worker.process.wait()
-        for worker in workers:
-            worker.output.finish()
+        _finish_output(workers, interrupted=bool(signals))
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -206,7 +207,10 @@ def _follow(workers: list[_Worker], signals: list[int]) -> int:
                 if hard or not worker.stopped_by_us:
                     worker.stopped_by_us = True
                     _kill(worker, signal.SIGKILL if hard else signal.SIGTERM)
+        for worker in running:
+            worker.output.show_held(older_than_s=_HOLD_S)
         time.sleep(_POLL_S)
+    _finish_output(workers, interrupted=bool(asked_by))
     if asked_by:
         _say(f"stopped by {signal.Signals(asked_by).name}; all {len(workers)} workers have ended")
         return 128 + asked_by
@@ -221,6 +225,26 @@ def _follow(workers: list[_Worker], signals: list[int]) -> int:
         return 128 - status
     _say(f"rank {culprit.rank} (pid {culprit.process.pid}) ended with status {status}{rest}")
     return status
+
+
+def _finish_output(workers: list[_Worker], *, interrupted: bool) -> None:
+    """Pass on the rest, and show the tracebacks that were held back, each distinct one once; after Ctrl-C none."""
+    for worker in workers:
+        worker.output.finish()
+    seen = set()
+    own_terminal = False
+    for worker in workers:
+        output, failed = worker.output, worker.process.returncode not in (0, _PEER_FAILED_STATUS)
+        if worker.rank == 0 and failed:
+            seen.add(output.last_error)
+            own_terminal = output.stderr is None
+        if output.holds and not interrupted and output.last_error not in seen:
+            if own_terminal:  # rank 0's own words are not known here and most likely were the same
+                _say(f"rank {worker.rank} ended with {output.last_error}")
+            else:
+                output.show_held()
+            seen.add(output.last_error)
+        output.forget_held()
 
 
 def _kill(worker: _Worker, number: int) -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -23,8 +24,15 @@ class Output:
         self._shows_stdout = rank == 0 or all_output
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._held: list[bytes] = []
+        self._held_since_s = 0.0
+        self._tracing = False
+        self.last_error = ""
+        """The last line of the last traceback, if it could be read."""
         if rank == 0:
-            self.stdout = self.stderr = None if logs is None else piped
+            self.stdout = None if logs is None else piped
+            # On a terminal it writes there itself; elsewhere its last words are compared with the others'.
+            self.stderr = None if logs is None and sys.stderr.isatty() else piped
         else:
             self.stdout = piped if self._shows_stdout or logs is not None else subprocess.DEVNULL
             self.stderr = piped
@@ -47,6 +55,23 @@ class Output:
                 self._log.close()
                 self._log = None
 
+    def show_held(self, *, older_than_s: float = 0.0) -> None:
+        """Show a traceback that was held back, unless it is younger than that."""
+        with self._lock:
+            if self._held and time.monotonic() - self._held_since_s >= older_than_s:
+                _write(sys.stderr.buffer, b"".join(self._held))
+                self._held.clear()
+
+    def forget_held(self) -> None:
+        """Drop a traceback that was held back."""
+        with self._lock:
+            self._held.clear()
+
+    @property
+    def holds(self) -> bool:
+        """Whether a traceback is held back."""
+        return bool(self._held)
+
     def _pass_on(self, pipe: IO[bytes], shown: BinaryIO | None) -> None:
         rest = b""
         while content := os.read(pipe.fileno(), 1 << 16):
@@ -58,12 +83,30 @@ class Output:
         pipe.close()
 
     def _pass_on_lines(self, lines: list[bytes], shown: BinaryIO | None) -> None:
-        if shown is not None:
-            _write(shown, b"".join(self._prefix + line for line in lines))
+        with self._lock:
+            seen = (
+                self._hold_traceback(lines) if shown is sys.stderr.buffer else [self._prefix + line for line in lines]
+            )
+        if shown is not None and seen:
+            _write(shown, b"".join(seen))
         with self._lock:
             if self._log is not None:
                 self._log.write(b"".join(lines))
                 self._log.flush()
+
+    def _hold_traceback(self, lines: list[bytes]) -> list[bytes]:
+        """Return what is shown at once; of ranks other than 0, what follows the start of a traceback waits."""
+        seen = []
+        for line in lines:
+            if line.startswith(b"Traceback (most recent call last)"):
+                self._tracing = True
+                if self._prefix and not self._held:
+                    self._held_since_s = time.monotonic()
+                    self._held.append(b"")
+            elif self._tracing and re.match(rb"[A-Za-z_][\w.]*(:|$)", line):
+                self.last_error = line.decode(errors="replace").strip()
+            (self._held if self._held else seen).append(self._prefix + line)
+        return seen
 
 
 def _write(shown: BinaryIO, content: bytes) -> None:

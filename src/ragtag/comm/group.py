@@ -12,6 +12,7 @@ import torch
 
 from ragtag.comm.ring import Wire
 from ragtag.comm.work import Work
+from ragtag.core.errors import PeerError
 
 
 class Group(Protocol):
@@ -37,6 +38,11 @@ class Group(Protocol):
     @property
     def doing(self) -> str:
         """What others are told this rank is doing."""
+        ...
+
+    @property
+    def failure(self) -> PeerError | None:
+        """What ended the group, if anything did: for those who wait for something else than the group."""
         ...
 
     def note(self, step: int, doing: str) -> None:
@@ -97,6 +103,7 @@ class SoloGroup:
         self.patience_s = patience_s
         self.step = 0
         self.doing = "starting"
+        self.failure: PeerError | None = None
         self._num_works = 0
 
     def note(self, step: int, doing: str) -> None:

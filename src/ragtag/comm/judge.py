@@ -185,6 +185,12 @@ def error_from(notice: Notice, peers: Peers, doing: str) -> PeerError:
     return error
 
 
+def described(error: BaseException) -> str:
+    """Return type and text of `error` in one line, as notices carry it."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:2000]}" if text else type(error).__name__
+
+
 def _store_gone(peers: Peers, what: str) -> tuple[int, str]:
     if peers.store_rank is None:
         return -1, f"The store at {peers.store_name} {what} Is the launcher still running?"

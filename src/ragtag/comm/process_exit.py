@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from ragtag.comm.group import Group
+from ragtag.comm.judge import described
 from ragtag.core.errors import PeerError, RagtagError
 
 PEER_FAILED_STATUS = 75
@@ -64,8 +65,10 @@ def release(group: Group) -> None:
 
 def report(error: BaseException) -> None:
     """Tell all guarded groups that this rank's script ends with `error`, and note on it where that happened."""
+    found_by_all = isinstance(error, RagtagError) and error.origin_rank is not None
     for group in _guarded:
-        group.announce_failure(error, group.doing)
+        if not found_by_all:
+            group.announce_failure(error, group.doing)
         if not isinstance(error, PeerError):
             doing = f", {group.doing}" if group.doing else ""
             error.add_note(f"[ragtag] on rank {group.rank} ({group.hosts[group.rank]}), step {group.step}{doing}")
@@ -90,11 +93,14 @@ def finish() -> None:
 def what_to_print(error: BaseException, group: Group) -> str:
     """Return which part of `error` this rank prints: "all" of it, one "line", or "nothing".
 
-    An error that all ranks raise is printed by its `origin_rank`, and in one line by the first rank of other hosts.
+    An error that all ranks raise is printed by its `origin_rank`, and in one line by the first rank of other hosts. The
+    same mistake made on every rank is printed by the rank that was first to tell the others.
     """
     if isinstance(error, KeyboardInterrupt):
         return "nothing"
     origin = error.origin_rank if isinstance(error, RagtagError) else None
+    if origin is None and (failure := group.failure) is not None and described(error) in str(failure):
+        origin = failure.rank
     if origin is None or origin == group.rank:
         return "all"
     host = group.hosts[group.rank]

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Store
 
 from ragtag.comm.broadcast import chain_broadcast
-from ragtag.comm.judge import Notice, Peers, Wait, error_from, grace_s, judge
+from ragtag.comm.judge import Notice, Peers, Wait, described, error_from, grace_s, judge
 from ragtag.comm.ring import SEGMENT_BYTES, Ring, Wire, chunk_sizes, mesh_exchange
 from ragtag.comm.transport import Transport, TransportError
 from ragtag.comm.watch_peers import PeerWatch
@@ -84,6 +84,12 @@ class RingGroup:
     def doing(self) -> str:
         """What others are told this rank is doing."""
         return self._watch.doing
+
+    @property
+    def failure(self) -> PeerError | None:
+        """What ended the group, if anything did."""
+        fatal = self._peers.fatal
+        return None if fatal is None else error_from(fatal, self._peers, self.doing)
 
     def note(self, step: int, doing: str) -> None:
         """Set what others are told about this rank; two attribute writes."""
@@ -190,7 +196,7 @@ class RingGroup:
             kind="interrupted" if interrupted else "failed",
             rank=self.rank,
             reporter=self.rank,
-            text="Ctrl-C" if interrupted else _described(error),
+            text="Ctrl-C" if interrupted else described(error),
             step=self.step,
             doing=doing,
         )
@@ -287,8 +293,3 @@ class RingGroup:
 
     def _submitted(self) -> dict[str, int]:
         return {name: channel.num_submitted for name, channel in self._channels.items()}
-
-
-def _described(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:2000]}" if text else type(error).__name__

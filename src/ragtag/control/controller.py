@@ -177,7 +177,7 @@ class Controller:
         predicted_s = predict_step_s(cluster, tried)
         decision = self._decision(step, "try", tried, reason, predicted_s, predict_step_s(cluster, plan))
         # What is known about it is old: only what it does now counts.
-        fresh = Speed(level_s=speed.level_s, fixed=speed.fixed, jumps=speed.jumps)
+        fresh = Speed(level_s=speed.level_s, fixed=speed.fixed, jumps=speed.jumps, deviations=speed.deviations)
         speeds = tuple(fresh if rank == entry.rank else other for rank, other in enumerate(cluster.speeds))
         self._state = msgspec.structs.replace(
             state,

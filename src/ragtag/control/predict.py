@@ -13,7 +13,6 @@ from ragtag.control.robust import median, midmean
 from ragtag.control.speed import Speed
 from ragtag.core.values import Plan
 
-_REPLAYED = 16
 _FEWEST_REPLAYED = 4
 _RECENT = 8
 
@@ -78,10 +77,10 @@ def predict_step_s(cluster: Cluster, plan: Plan) -> float:
     compute_s = [
         cluster.rank_s(rank, plan.shares[rank], plan.micro_batch[rank], plan.unit) - apply_s[rank] for rank in working
     ]
-    deviations = [_deviations(cluster.speeds[rank]) for rank in working]
+    deviations = [cluster.speeds[rank].deviations for rank in working]
     steps = min((len(values) for values in deviations), default=0)
     if steps < _FEWEST_REPLAYED:
-        steps, deviations = 1, [[1.0] for _ in working]
+        steps, deviations = 1, [(1.0,) for _ in working]
     slowest = []
     for step in range(-steps, 0):
         ends = [apply_s[rank] + seconds * values[step] for rank, seconds, values in zip(working, compute_s, deviations)]
@@ -94,8 +93,3 @@ def _presence_s(cluster: Cluster, samples: Sequence[int]) -> float:
     for seconds, count in zip(cluster.presence_s, samples):
         total += seconds if count else 0.0
     return total
-
-
-def _deviations(speed: Speed) -> list[float]:
-    """Each recent step's time as a multiple of the usual one, newest last."""
-    return [level / speed.level_s for level in speed.levels()[-_REPLAYED:]] if speed.level_s else []

@@ -14,6 +14,7 @@ WINDOW = 128
 """Most steps that a speed is averaged over."""
 
 _JUMPS = 32
+_DEVIATIONS = 16
 _UNSEEN_JUMPS = (0.1, 0.1, 0.1)
 """Differences between steps that are assumed before enough were seen."""
 _LEAST_NOISE = 0.01
@@ -42,6 +43,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     fixed: FixedCost = FixedCost()
     jumps: tuple[float, ...] = ()
     """Relative differences between neighbouring steps, without sign: what is left of them when the level moves."""
+    deviations: tuple[float, ...] = ()
+    """Recent steps' times as multiples of the usual one of their moment, newest last; outlives changes of level."""
     before: Block | None = None
     """The block of steps before the last change of share."""
     patience: int = _LEAST_PATIENCE
@@ -136,6 +139,7 @@ def _follow(speed: Speed) -> Speed:
     average = upper_quartile if flapping else midmean
     levels = speed.levels()
     change = _find_change(speed, levels)
+    unexplained = 1
     patience, since_faster, since_change = speed.patience, speed.since_faster, speed.since_change
     if change:
         newest, faster = change
@@ -147,16 +151,20 @@ def _follow(speed: Speed) -> Speed:
                 patience = min(4 * patience, _MOST_PATIENCE)
             since_change = 0
         levels = levels[-newest:]
+        unexplained = newest
         if patience > speed.patience:
             average = upper_quartile
     elif flapping and since_change > _MEMORY * patience:
         patience, since_change = _LEAST_PATIENCE, 0
+    level_s = average(levels)
+    settled = speed.deviations[: max(len(speed.deviations) - unexplained + 1, 0)]
     return msgspec.structs.replace(
         speed,
         samples=speed.samples[-len(levels) :],
         micro_batches=speed.micro_batches[-len(levels) :],
         seconds=speed.seconds[-len(levels) :],
-        level_s=average(levels),
+        level_s=level_s,
+        deviations=(*settled, *(level / level_s for level in levels[-unexplained:]))[-_DEVIATIONS:],
         patience=patience,
         since_faster=since_faster,
         since_change=since_change,

@@ -19,11 +19,18 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 @torch.no_grad()
 def hashes(tensors: NamedTensors) -> list[int]:
-    """One 64-bit hash a tensor, of its exact values (xor of element bits, see `torch.hash_tensor`)."""
-    values = [torch.hash_tensor(_hashable(tensor)) for _, tensor in tensors]
-    if not values:
-        return []
-    return torch.stack([value.view(torch.int64) for value in values]).tolist()
+    """One 64-bit hash a tensor, of its exact values (xor of element bits, see `torch.hash_tensor`).
+
+    An even number of equal elements has an xor of zero whatever they are; without one of them it has not.
+    """
+    found = [0] * len(tensors)
+    filled = [(place, _hashable(tensor).reshape(-1)) for place, (_, tensor) in enumerate(tensors) if tensor.numel()]
+    if filled:
+        parts = [part for _, flat in filled for part in (flat, flat[: max(1, flat.numel() - 1)])]
+        numbers = torch.stack([torch.hash_tensor(part).view(torch.int64) for part in parts]).tolist()
+        for (place, _), whole, rest in zip(filled, numbers[::2], numbers[1::2]):
+            found[place] = (3 * whole + rest) % 2**63
+    return found
 
 
 def _hashable(tensor: torch.Tensor) -> torch.Tensor:
