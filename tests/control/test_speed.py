@@ -65,6 +65,14 @@ def test_the_window_is_bounded_and_the_noise_measured():
     assert speed.noise == pytest.approx(0.1, rel=0.5)
 
 
+def test_noise_is_measured_where_pulled_work_makes_every_share_another():
+    draws = random.Random(0)
+    shares = [draws.randint(18, 22) for _ in range(60)]
+    speed = watch(Speed(), [(n, 1, 0.01 * n * (1 + draws.gauss(0, 0.02))) for n in shares])
+    assert speed.noise == pytest.approx(0.02, rel=0.5)
+    assert speed.level_s == pytest.approx(0.01, rel=0.01)
+
+
 def test_a_fixed_cost_is_learnt_from_one_change_of_share():
     cost, per_sample = 0.05, 0.01
     steps = [(n, 1, cost + per_sample * n) for n in [20] * 4 + [8] * 2]

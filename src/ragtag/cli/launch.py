@@ -19,6 +19,7 @@ from types import FrameType
 
 from ragtag.cli.devices import num_accelerators
 from ragtag.cli.output import Output
+from ragtag.core.cluster_file import load_cluster
 from ragtag.core.errors import LaunchError, SettingError
 
 _POLL_S = 0.03
@@ -43,6 +44,7 @@ class Request:
     shares: tuple[int, ...] | None = None
     all_output: bool = False
     logs: Path | None = None
+    emulate: Path | None = None
 
 
 @dataclass(kw_only=True)
@@ -62,6 +64,7 @@ def request(
     all_output: bool = False,
     logs: Path | None = None,
     module: bool = False,
+    emulate: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Request:
     """Return what the words of the command line ask for.
@@ -69,6 +72,11 @@ def request(
     Raises:
         SettingError: a word is wrong; nothing was started.
     """
+    if emulate is not None:
+        num_devices = len(load_cluster(emulate).expanded())
+        if num_workers not in (None, num_devices):
+            raise SettingError(f"--local {num_workers}, but {emulate} has {num_devices} devices. Leave --local out.")
+        num_workers = num_devices
     if num_workers is None:
         num_workers = max(1, num_accelerators(environ))
     if num_workers < 1:
@@ -89,6 +97,7 @@ def request(
         shares=pinned,
         all_output=all_output,
         logs=logs,
+        emulate=emulate,
     )
 
 
@@ -152,6 +161,9 @@ def _start(request: Request, environ: Mapping[str, str], workers: list[_Worker])
             MASTER_PORT=str(listener.getsockname()[1]),
             RAGTAG_LAUNCHED="1",
         )
+        inherited.pop("RAGTAG_EMULATE", None)
+        if request.emulate is not None:
+            inherited["RAGTAG_EMULATE"] = str(request.emulate.resolve())
         if request.shares is not None:
             inherited["RAGTAG_SHARES"] = ",".join(map(str, request.shares))
         for rank in range(request.num_workers):

@@ -58,6 +58,7 @@ Examples:
   ragtag launch train.py                       one worker per accelerator (one CPU worker if there is none)
   ragtag launch --local 3 train.py --lr 1e-3   three workers; --lr belongs to train.py
   ragtag launch --local 2 --shares 7,3 train.py
+  ragtag launch --emulate home.toml train.py   this machine pretends to be the cluster in home.toml
   ragtag launch --all-output --logs runs/1 -m mypackage.train
 """,
 )
@@ -77,6 +78,10 @@ def launch(
         Path | None, typer.Option("--logs", help="Also write each worker's output to DIR/rank-N.log.", metavar="DIR")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    emulate: Annotated[
+        Path | None,
+        typer.Option("--emulate", help="Pretend to be the cluster in this file, one worker a device.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Run a script on this machine's devices."""
     from ragtag.cli.launch import launch_local, request
@@ -91,6 +96,7 @@ def launch(
                 all_output=all_output,
                 logs=logs,
                 module=module,
+                emulate=emulate,
             )
         )
     )

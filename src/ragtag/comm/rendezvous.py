@@ -48,11 +48,17 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
     nonce: str
 
 
-def connect(patience_s: float, environ: Mapping[str, str] = os.environ) -> Group:
+def connect(
+    patience_s: float,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    wrap: Callable[[Transport], Transport] = lambda transport: transport,
+) -> Group:
     """Return the group that `environ` describes: torchrun's, `ragtag launch`'s, or (without one) a world of one.
 
     The group is guarded (see `process_exit`): whatever ends this script, the others hear of it. Ranks may come up to
     10 x `patience_s` seconds apart. The n-th call of a process meets the n-th of the others.
+    `wrap` may put another transport, such as a slower link, around each one that is opened.
 
     Raises:
         LaunchError: the environment is incomplete, the port is taken, nobody answers, a rank is missing, or an
@@ -85,7 +91,7 @@ def connect(patience_s: float, environ: Mapping[str, str] = os.environ) -> Group
 
     def open_transport(name: str) -> Transport:
         client = PrefixStore(f"{prefix}/{name}", store)
-        return GlooTransport(client, place.rank, place.world_size, timeout_s=timeout_s, address=mine.address)
+        return wrap(GlooTransport(client, place.rank, place.world_size, timeout_s=timeout_s, address=mine.address))
 
     peers = Peers(
         rank=place.rank,

@@ -89,10 +89,12 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 def _append(speed: Speed, samples: int, micro_batches: int, seconds: float) -> Speed:
     jumps, before = speed.jumps, speed.before
     if speed.samples:
-        if samples == speed.samples[-1]:
-            jumps = (*jumps, abs(log_ratio(seconds, speed.seconds[-1])))[-_JUMPS:]
-        else:
+        if samples != speed.samples[-1]:
             before = _newest_block(speed) or before
+        if _alike(samples, speed.samples[-1]):
+            last = speed.seconds[-1] / speed.fixed.size(speed.samples[-1], speed.micro_batches[-1])
+            now = seconds / speed.fixed.size(samples, micro_batches)
+            jumps = (*jumps, abs(log_ratio(now, last)))[-_JUMPS:]
     return msgspec.structs.replace(
         speed,
         samples=(*speed.samples, samples)[-WINDOW:],
@@ -101,6 +103,11 @@ def _append(speed: Speed, samples: int, micro_batches: int, seconds: float) -> S
         jumps=jumps,
         before=before,
     )
+
+
+def _alike(samples: int, others: int) -> bool:
+    """Whether two shares are so near each other that a wrong fixed cost hardly shows between them."""
+    return 4 * abs(samples - others) <= max(samples, others)
 
 
 def _newest_block(speed: Speed) -> Block | None:
@@ -144,7 +151,7 @@ def _follow(speed: Speed) -> Speed:
     if change:
         newest, faster = change
         # A level that moved together with the share says that the fixed cost is off, not that the speed changed.
-        if speed.samples[-newest] == speed.samples[-newest - 1]:
+        if _alike(speed.samples[-newest], speed.samples[-newest - 1]):
             if faster:
                 since_faster = 0
             elif since_faster < _MEMORY * patience:
