@@ -135,7 +135,7 @@ def worker(case: Case, arguments: argparse.Namespace) -> None:
         row = {"solo": float(solo)}
         for name, way in ways.items():
             per_step = case.batch if name != "ddp_equal" else equal * world_size
-            row[name] = together(per_step, lambda way=way: way.run(arguments.steps, first))
+            row[name] = together(per_step, lambda way=way, first=first: way.run(arguments.steps, first))
         row["ragtag"] = together(case.batch, lambda: reports.extend(trainer.steps(arguments.steps)))
         rows.append(row)
     honest = torch.tensor([float(way.pace.honest) for way in (alone, *ways.values())]).min().reshape(1)

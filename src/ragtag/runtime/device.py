@@ -94,6 +94,11 @@ class Stopwatch:
         self._pairs.clear()
         return seconds
 
+    def forget(self) -> None:
+        """Drop what was measured since the last `take`."""
+        self._seconds = 0.0
+        self._pairs.clear()
+
 
 class HostMirror:
     """Host memory that a device's flat tensor passes through on its way to other ranks.

@@ -16,6 +16,7 @@ from ragtag.core.errors import LossError
 from ragtag.core.ledger import Ledger
 from ragtag.core.mixing import seed_for
 from ragtag.core.values import Plan
+from ragtag.emulate.pace import Pace
 from ragtag.runtime.batches import to_device
 from ragtag.runtime.device import copies_asynchronously
 from ragtag.runtime.loader import UnitLoader
@@ -72,6 +73,7 @@ def evaluate(
     plan: Plan,
     group: Group,
     device: torch.device,
+    pace: Pace,
     precision: str,
     seed: int,
     name: str,
@@ -99,7 +101,8 @@ def evaluate(
             with preserved_random_state(device):
                 seed_everything(seed_for(seed, 0, unit), device)
                 batch = to_device(data, device, non_blocking=copies_asynchronously(device))
-                loss = as_metric(metric_fn(model, batch), num_samples=stop - start)
+                with pace.forward_backward(stop - start):
+                    loss = as_metric(metric_fn(model, batch), num_samples=stop - start)
             metrics = {key: number_of(value) for key, value in loss.metrics.items()}
             runs.append(_Run(unit, number_of(loss.total), number_of(loss.count), metrics))
             group.note(group.step, f"evaluating, {position + 1} of {len(mine)} runs done")

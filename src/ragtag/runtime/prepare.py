@@ -13,10 +13,15 @@ import torch
 from torch.utils.data import default_collate
 
 from ragtag.comm.group import Group
+from ragtag.control.controller import Controller
+from ragtag.control.proposal import Limits
 from ragtag.control.sharing import choose_unit, initial_plan
 from ragtag.core.config import Config
 from ragtag.core.errors import DataError
 from ragtag.core.sampler import Sampler
+from ragtag.emulate.environment import Emulator
+from ragtag.emulate.memory import MemoryLimit, NoMemoryLimit
+from ragtag.emulate.pace import NoPace, Pace
 from ragtag.runtime import checks
 from ragtag.runtime import state as run_state
 from ragtag.runtime.agree import compare, fingerprint
@@ -49,6 +54,7 @@ def prepare(
     loader: Mapping[str, Any],
     state: Mapping[str, Any],
     config: Config,
+    emulator: Emulator | None,
 ) -> Run:
     """Check every argument, agree with the other ranks, find out the model's nature, and make the first plan."""
     checks.check_settings(
@@ -79,6 +85,7 @@ def prepare(
         seed=seed,
         seed_samples=config.seed_samples,
         patience_s=config.patience_s,
+        check=lambda: _raise_failure(group),
     )
     compare(
         group.gather(
@@ -121,6 +128,15 @@ def prepare(
     )
     if group.rank == 0:
         log.info("%d rank(s), plan %s: %s", group.world_size, plan.id, plan.reason)
+    controller = None
+    if shares is None and group.world_size > 1:
+        controller = Controller(plan, Limits(micro_batch=config.micro_batch))
+    pace: Pace = emulator.pace if emulator else NoPace()
+    memory: MemoryLimit = emulator.memory if emulator else NoMemoryLimit()
+    pace.attach(model)
+    memory.attach(model, optimizer)
+    if emulator is not None:
+        log.info("rank %d pretends to be %s", group.rank, emulator.describe())
     return Run(
         model=model,
         optimizer=optimizer,
@@ -145,7 +161,16 @@ def prepare(
         buffers=UnitBuffers(model, nature.changed_buffers, group),
         stopwatch=Stopwatch(device),
         exposed=Stopwatch(device),
+        controller=controller,
+        pace=pace,
+        memory=memory,
     )
+
+
+def _raise_failure(group: Group) -> None:
+    """Whoever waits for samples also hears that a peer has failed."""
+    if (failure := group.failure) is not None:
+        raise failure
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 
 from ragtag.comm.group import Group
+from ragtag.control.ballot import Ballot
+from ragtag.control.controller import Controller
+from ragtag.control.observation import observe_ballots
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.config import Config
 from ragtag.core.errors import ModelError
 from ragtag.core.ledger import Ledger, micro_batches
 from ragtag.core.sampler import Sampler
 from ragtag.core.values import Plan
+from ragtag.emulate.memory import MemoryLimit
+from ragtag.emulate.pace import Pace
 from ragtag.runtime.buffers import UnitBuffers
 from ragtag.runtime.device import Stopwatch
 from ragtag.runtime.gradients import GradientSums
@@ -57,6 +62,10 @@ class Run:
     buffers: UnitBuffers
     stopwatch: Stopwatch
     exposed: Stopwatch
+    controller: Controller | None
+    """Moves shares as speeds change; None: they are pinned, or there is one rank."""
+    pace: Pace
+    memory: MemoryLimit
     committed: int = 0
     non_finite_steps: int = 0
     generation: int = 0
@@ -134,6 +143,16 @@ class Run:
         self.loader.keep(wanted)
         self._requested_through = self.committed
 
+    def follow_speeds(self, ballots: Sequence[Ballot]) -> None:
+        """Let the controller see a committed step, and switch to the plan it decides on, the same on every rank."""
+        if self.controller is None:
+            return
+        decision = self.controller.observe(observe_ballots(ballots, self.plan))
+        if decision is not None:
+            self.adopt(decision.plan)
+            if self.group.rank == 0:
+                log.info("step %d: %s", decision.step, decision.reason)
+
     def jump_to(self, committed: int) -> None:
         """Go on after step `committed`, for instance after a checkpoint was loaded."""
         self.committed = committed
@@ -150,6 +169,8 @@ class Run:
         if self._gradients is not None:
             self._gradients.begin()
         self.buffers.roll_back()
+        self.stopwatch.forget()
+        self.exposed.forget()
         self.jump_to(self.committed)
 
     def step_scheduler(self, loss: float) -> None:

@@ -41,6 +41,7 @@ def run_step(run: Run, number: int) -> StepReport:
     batch = run.sampler.batch(number)
     ledger = Ledger(step=number, samples=batch.size, unit=plan.unit, units_per_rank=units_per_rank(plan, batch.size))
     run.prefetch(number)
+    run.pace.step(number)
     losses = LossSums(run.nature.metric_names, run.device)
     sums.begin()
     buffers.begin()
@@ -56,7 +57,8 @@ def run_step(run: Run, number: int) -> StepReport:
         group.note(number, "forward and backward")
         run.stopwatch.start()
         num_samples = ledger.span(units[-1])[1] - ledger.span(units[0])[0]
-        with _random_numbers_of(run, number, units[0]):
+        paced = run.pace.forward_backward(num_samples)
+        with _random_numbers_of(run, number, units[0]), paced, run.memory.forward_backward():
             loss = _forward(run, number, data, num_samples)
             losses.add(loss, units)
             sums.begin_backward(last=position == len(pieces) - 1)
@@ -116,12 +118,15 @@ def run_step(run: Run, number: int) -> StepReport:
         sums.begin()
     else:
         sums.install(factor * _clip_coefficient(grad_norm, run.clip_norm), outcome.has_gradient)
-        run.optimizer.step()
-        run.step_scheduler(outcome.loss_total / outcome.weight)
-        buffers.commit()
+        with run.pace.optimizer():
+            run.optimizer.step()
+        with run.pace.fixed():
+            run.step_scheduler(outcome.loss_total / outcome.weight)
+            buffers.commit()
     run.committed = number
     run.apply_s = time.perf_counter() - applying
     run.check_replicas(number)
+    run.follow_speeds(ballots)
     return StepReport(
         number=number,
         loss=outcome.loss_total / outcome.weight if outcome.weight else math.nan,

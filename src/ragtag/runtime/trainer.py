@@ -17,6 +17,7 @@ from ragtag.comm.rendezvous import connect
 from ragtag.core.config import Config, shares_from_environment
 from ragtag.core.errors import PeerError, SettingError, did_you_mean
 from ragtag.core.values import Plan, StepReport
+from ragtag.emulate.environment import from_environment
 from ragtag.runtime import checks, state
 from ragtag.runtime.evaluation import Evaluation, evaluate
 from ragtag.runtime.loader import UnitLoader, check_dataset
@@ -77,7 +78,8 @@ class Trainer:
         self._num_evaluations = 0
         config = Config() if config is None else config
         patience_s = config.patience_s if isinstance(config, Config) else Config().patience_s
-        self._group = connect(patience_s)
+        emulator = from_environment(os.environ, int(os.environ.get("RANK", "0")))
+        self._group = connect(patience_s, wrap=emulator.limit_transport) if emulator else connect(patience_s)
         with self._failure_reaches_all("setting up the trainer"):
             if misspelt:
                 raise SettingError(_unknown_argument(next(iter(misspelt))))
@@ -99,6 +101,7 @@ class Trainer:
                 loader={} if loader is None else loader,
                 state={} if state is None else state,
                 config=config,
+                emulator=emulator,
             )
 
     @property
@@ -181,6 +184,7 @@ class Trainer:
                 plan=run.plan,
                 group=run.group,
                 device=run.device,
+                pace=run.pace,
                 precision=run.device_precision,
                 seed=run.seed,
                 name=f"evaluation {self._num_evaluations}",
