@@ -142,15 +142,17 @@ class UnitLoader:
             DataError: a sample or `collate_fn` failed, a sample took ten times `patience_s`, or a worker died.
         """
         units = [self._units[key] for key in keys]
-        if self._workers:
-            self._wait_for(units)
-        else:
-            self._read_here(units)
-        samples = [sample for unit in units for sample in unit.samples]
-        with self._changed:
-            for key in keys:
-                del self._units[key]
-        batch = self._collated(samples, keys[0], units)
+        # One preservation for samples and collation together: it costs as much as reading a small sample.
+        with preserved_random_state() if self._seed_samples else contextlib.nullcontext():
+            if self._workers:
+                self._wait_for(units)
+            else:
+                self._read_here(units)
+            samples = [sample for unit in units for sample in unit.samples]
+            with self._changed:
+                for key in keys:
+                    del self._units[key]
+            batch = self._collated(samples, keys[0], units)
         return map_leaves(batch, _pinned) if self._pin else batch
 
     def keep(self, mine: Collection[Key] | Callable[[Key], bool]) -> None:
@@ -173,24 +175,21 @@ class UnitLoader:
     # ---- in this process
 
     def _read_here(self, units: Sequence[_Unit]) -> None:
-        with preserved_random_state() if self._seed_samples else contextlib.nullcontext():
-            for unit in units:
-                for task in self._tasks_of(unit):
-                    self.reads += len(task.indices)
-                    seed = self._seed if self._seed_samples else None
-                    try:
-                        samples = read_samples(self._dataset, unit.epoch, task.indices, seed)
-                    except Exception as error:
-                        raise DataError(f"{_called(task)} failed in epoch {unit.epoch}: {_brief(error)}") from error
-                    self._store(task, samples)
+        for unit in units:
+            for task in self._tasks_of(unit):
+                self.reads += len(task.indices)
+                seed = self._seed if self._seed_samples else None
+                try:
+                    samples = read_samples(self._dataset, unit.epoch, task.indices, seed)
+                except Exception as error:
+                    raise DataError(f"{_called(task)} failed in epoch {unit.epoch}: {_brief(error)}") from error
+                self._store(task, samples)
 
     def _collated(self, samples: list[Any], first: Key, units: Sequence[_Unit]) -> Any:
         try:
-            if not self._seed_samples:
-                return self._collate(samples)
-            with preserved_random_state():
+            if self._seed_samples:
                 seed_everything(seed_for(self._seed, *first, _COLLATE_STREAM))
-                return self._collate(samples)
+            return self._collate(samples)
         except Exception as error:
             indices = [index for unit in units for index in unit.indices]
             raise DataError(
