@@ -6,6 +6,7 @@ Import is cheap: names that need torch are loaded when first used.
 from typing import TYPE_CHECKING, Any
 
 from ragtag.core.config import Config
+from ragtag.core.decision import Decision
 from ragtag.core.errors import (
     CheckpointError,
     DataError,
@@ -32,6 +33,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "DataError",
+    "Decision",
     "DisagreementError",
     "Evaluation",
     "LaunchError",

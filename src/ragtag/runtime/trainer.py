@@ -15,6 +15,7 @@ import torch
 from ragtag.checkpoint.file import load_file, save_file
 from ragtag.comm.rendezvous import connect
 from ragtag.core.config import Config, shares_from_environment
+from ragtag.core.decision import Decision
 from ragtag.core.errors import PeerError, SettingError, did_you_mean
 from ragtag.core.values import Plan, StepReport
 from ragtag.emulate.environment import from_environment
@@ -108,6 +109,12 @@ class Trainer:
     def plan(self) -> Plan:
         """How work is shared out now, and why."""
         return self._run.plan
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The newest 200 changes of plan, oldest first, each with its reason, what it promised and what it achieved."""
+        controller = self._run.controller
+        return () if controller is None else controller.history
 
     @property
     def rank(self) -> int:
