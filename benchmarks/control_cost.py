@@ -4,8 +4,8 @@
 
 Compute is a sleep, so that four ranks fit on two cores and only ragtag's own work shows. The bare loop reads the same
 samples through the same loader, sleeps as long, reduces the same bytes over the same ring and steps the same optimizer.
-Blocks alternate; the figure is the median over rounds of the difference, as a share of the bare step. Replicas are hashed
-every 20 steps here, five times as often as by default.
+Blocks alternate; the figure is the median over rounds of the difference, as a share of the bare step. Replicas are
+hashed every 20 steps here, five times as often as by default.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 import os
 import signal
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from ragtag.core.errors import DisagreementError, PeerFailed, PeerLost
+from ragtag.core.errors import DisagreementError, PeerFailed, PeerLost, RagtagError
 from tests.ranks import RankDied, join, run_ranks, solo
 
 
@@ -207,14 +209,6 @@ def is_slow(seconds, patience_s):
     return "came"
 
 
-def calls_differ():
-    group = join(patience_s=0.6)
-    if group.rank == 0:
-        group.exchange(b"a vote of sixteen")
-    else:
-        group.gather("metrics", 1)
-
-
 @pytest.fixture(scope="module")
 def waited():
     """Outcomes of runs that mostly wait, side by side."""
@@ -229,7 +223,6 @@ def waited():
         "frozen 1": lambda: frozen(1),
         "slow": lambda: run_ranks(2, is_slow, 2.0, 0.7, expect_failures=True),
         "never": lambda: run_ranks(2, is_slow, 60.0, 0.6, expect_failures=True, wait_for=(0,)),
-        "differ": lambda: run_ranks(2, calls_differ, expect_failures=True),
     }
     with ThreadPoolExecutor(len(runs)) as pool:
         futures = {name: pool.submit(run) for name, run in runs.items()}
@@ -259,24 +252,75 @@ def test_a_rank_that_never_comes_is_named_with_what_it_does(waited):
     assert "reading a sample" in str(error)
 
 
-def test_ranks_that_make_different_calls_are_told_so(waited):
-    for error in waited["differ"]:
-        assert isinstance(error, PeerLost)
-        assert "ranks make different calls" in str(error)
-        assert "exchanging votes" in str(error)
-        assert "gathering 'metrics'" in str(error)
+def calls_differ(how):
+    group = join(patience_s=30.0)
+    odd = group.rank == 1
+    if how == "kinds":
+        group.gather("metrics", 1) if odd else group.exchange(b"a vote", "exchanging votes")
+    elif how == "sizes":
+        group.exchange(b"long vote" if odd else b"vote")
+    elif how == "names":
+        group.gather("speed" if odd else "memory", 1)
 
 
-def gathers_differ():
-    group = join()
-    group.gather("speed" if group.rank == 0 else "memory", 1)
-
-
-def test_gathers_of_different_names_are_a_disagreement():
-    for error in run_ranks(2, gathers_differ, expect_failures=True):
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("kinds", "rank 0 ({0}) and rank 2 are exchanging votes of 6 bytes; rank 1 ({0}) is gathering 'metrics'"),
+        ("sizes", "votes of 4 bytes; rank 1 ({0}) is exchanging votes of 9 bytes"),
+        ("names", "are gathering 'memory'; rank 1 ({0}) is gathering 'speed'"),
+    ],
+)
+def test_ranks_that_make_different_calls_are_told_so_at_once(how, said):
+    began_s = time.monotonic()
+    errors = run_ranks(3, calls_differ, how, expect_failures=True)
+    assert time.monotonic() - began_s < 20, "not after patience_s"
+    assert any(isinstance(error, DisagreementError) for error in errors)
+    for error in errors:
         assert isinstance(error, (DisagreementError, PeerFailed))
-        assert "'speed'" in str(error)
-        assert "'memory'" in str(error)
+        assert "Ranks make different calls at the same point: rank 0" in str(error)
+        assert said.format(socket.gethostname()) in str(error)
+    own = {str(error) for error in errors if isinstance(error, DisagreementError)}
+    assert len(own) == 1, "the same on every rank, so that one prints it"
+
+
+def gathers_much():
+    group = join()
+    names = [f"transformer.layers.{index}.attention.projection.weight" for index in range(10_000)]
+    everybody = group.gather("parameter names", names)
+    try:
+        group.gather("far too much", "x" * (65 << 20))
+    except RagtagError as error:
+        return everybody == (names, names), str(error)
+
+
+def test_names_of_ten_thousand_parameters_can_be_gathered_and_too_much_is_refused():
+    for same, refusal in run_ranks(2, gathers_much):
+        assert same
+        assert "gathering 'far too much' takes" in refusal
+        assert "limit of 67108864" in refusal
+
+
+def is_interrupted_while_it_votes():
+    group = join()
+    if group.rank == 2:
+        end_s = time.monotonic() + 10
+        while group.failure is None and time.monotonic() < end_s:
+            time.sleep(0.01)
+    elif group.rank == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    group.exchange(b"vote")
+
+
+def test_ctrl_c_ends_a_vote_at_once_everywhere():
+    began_s = time.monotonic()
+    outcomes = run_ranks(3, is_interrupted_while_it_votes, expect_failures=True)
+    assert isinstance(outcomes[1], KeyboardInterrupt)
+    for error in (outcomes[0], outcomes[2]):
+        assert isinstance(error, PeerFailed)
+        assert "Rank 1" in str(error)
+        assert "was interrupted" in str(error)
+    assert time.monotonic() - began_s < 20
 
 
 def is_not_ready():

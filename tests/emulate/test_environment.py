@@ -104,6 +104,15 @@ def test_transports_and_ranks_of_one_host_share_its_link(emulator):
     assert [queue.reserve(5.0, 1_250_000) for queue in queues] == pytest.approx([5.12, 5.22, 5.32])
 
 
+def test_votes_wait_for_their_turn_on_the_same_link(emulator):
+    rank = emulator(0, HOME.replace("count = 2", "count = 1"))
+    assert rank.message_delay_s(0, 1_250_000) == 0.0
+    assert rank.message_delay_s(1, 1_250_000) == pytest.approx(0.12, abs=1e-6)
+    waiting_s = rank.message_delay_s(1, 12_500_000)
+    assert 1.02 <= waiting_s <= 1.12, "behind what is left of the first message"
+    assert rank.limit_transport(LocalTransport.mesh(2)[0])._queues[1] is rank._queues_to_peers()[1]
+
+
 def test_pace_and_memory_hook_the_same_model(emulator):
     torch.manual_seed(0)
     rank = emulator(0, '[emulate]\nsample_ms = 1\n[[device]]\nname = "box"\nmemory = "1GB"')

@@ -71,6 +71,10 @@ class Group(Protocol):
         """Return every rank's JSON-able value, by rank. Raises DisagreementError when names differ."""
         ...
 
+    def claim(self, step: int, count: int) -> Work:
+        """Queue a claim of `count` units from the pool of `step`; the work's result is how many were claimed before."""
+        ...
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""
         ...
@@ -131,6 +135,10 @@ class SoloGroup:
     def gather(self, name: str, value: Any) -> tuple[Any, ...]:
         """Return the value as JSON gives it back, as with more ranks."""
         return (msgspec.json.decode(msgspec.json.encode(value)),)
+
+    def claim(self, step: int, count: int) -> Work:
+        """Refuse: there is nobody to pull work from."""
+        raise AssertionError("one rank has all the work already")
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Do nothing."""

@@ -4,12 +4,13 @@ The one idea: waiting threads decide nothing. They hand over what they wait for 
 one notice that all ranks will raise the same error from; every rule about patience is in this file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
+from ragtag.comm.frame import Frame
 from ragtag.core.errors import PeerError, PeerFailed, PeerLost
 
 
@@ -183,6 +184,21 @@ def error_from(notice: Notice, peers: Peers, doing: str) -> PeerError:
         )
     error.origin_rank = notice.reporter
     return error
+
+
+def different_calls(answers: Mapping[int, Frame], peers: Peers) -> str:
+    """Return who makes which call, from the frames that have come for one and the same call, by rank."""
+    ranks_by_kind: dict[int, list[int]] = {}
+    for rank in sorted(answers):
+        ranks_by_kind.setdefault(answers[rank].kind, []).append(rank)
+    said = []
+    for first, *more in ranks_by_kind.values():
+        also = f" and rank {more[0]}" if len(more) == 1 else f" and {len(more)} more" if more else ""
+        said.append(f"{peers.name(first)}{also} {'are' if more else 'is'} {answers[first].doing}")
+    return (
+        f"Ranks make different calls at the same point: {'; '.join(said)}. Every rank must make the same calls in the "
+        f"same order: look for one that only some ranks make, as under `if rank == 0`."
+    )
 
 
 def described(error: BaseException) -> str:

@@ -22,7 +22,9 @@ from ragtag.comm.environment import Place, read_environment
 from ragtag.comm.gloo import GlooTransport
 from ragtag.comm.group import Group, SoloGroup
 from ragtag.comm.judge import Peers
+from ragtag.comm.mesh_handshake import connect_mesh
 from ragtag.comm.ring_group import RingGroup
+from ragtag.comm.socket_mesh import Delay
 from ragtag.comm.transport import Transport
 from ragtag.core.errors import LaunchError
 
@@ -53,12 +55,14 @@ def connect(
     environ: Mapping[str, str] = os.environ,
     *,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    delay_s: Delay | None = None,
 ) -> Group:
     """Return the group that `environ` describes: torchrun's, `ragtag launch`'s, or (without one) a world of one.
 
     The group is guarded (see `process_exit`): whatever ends this script, the others hear of it. Ranks may come up to
     10 x `patience_s` seconds apart. The n-th call of a process meets the n-th of the others.
-    `wrap` may put another transport, such as a slower link, around each one that is opened.
+    To emulate slower links, `wrap` may put another transport around the one for tensors, and `delay_s` returns how much
+    later a message of votes leaves, from its peer and bytes.
 
     Raises:
         LaunchError: the environment is incomplete, the port is taken, nobody answers, a rank is missing, or an
@@ -89,8 +93,14 @@ def connect(
     timeout_s = 11 * patience_s + 5
     store.set_timeout(timedelta(seconds=timeout_s))
 
-    def open_transport(name: str) -> Transport:
-        client = PrefixStore(f"{prefix}/{name}", store)
+    def connect_sockets() -> dict[int, socket.socket]:
+        client = PrefixStore(f"{prefix}/control", store)
+        return connect_mesh(
+            client, place.rank, place.world_size, address=mine.address, timeout_s=max(10 * patience_s, _LEAST_MEETING_S)
+        )
+
+    def open_transport() -> Transport:
+        client = PrefixStore(f"{prefix}/data", store)
         return wrap(GlooTransport(client, place.rank, place.world_size, timeout_s=timeout_s, address=mine.address))
 
     peers = Peers(
@@ -103,7 +113,10 @@ def connect(
     group = RingGroup(
         peers=peers,
         clients=(PrefixStore(prefix, clones[0]), PrefixStore(prefix, clones[1])),
+        claims=PrefixStore(prefix, store),
+        connect_sockets=connect_sockets,
         open_transport=open_transport,
+        delay_s=delay_s,
         local_rank=place.local_rank,
         on_close=process_exit.release,
     )

@@ -1,38 +1,45 @@
-"""Several ranks: sums on a data channel, votes on a control channel, and waits that always end.
+"""Several ranks: sums on a data channel, votes over a mesh of sockets, and waits that always end.
 
-The one idea: nobody ever blocks where it cannot be told. What may block runs on a channel's thread; the main thread
-waits for the completion, for a notice from another rank, or for a deadline made from `patience_s`, whichever is first.
+The one idea: nobody ever blocks where it cannot be told. What may block runs on the data channel's thread; the main
+thread waits for its completion, or in the mesh's selector for what the others send, and in both places for a notice
+from another rank or a deadline made from `patience_s`, whichever is first.
 """
 
-import threading
+import socket
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
 from torch.distributed import Store
 
+from ragtag.comm.bell import Bell
 from ragtag.comm.broadcast import chain_broadcast
-from ragtag.comm.judge import Notice, Peers, Wait, described, error_from, grace_s, judge
-from ragtag.comm.ring import SEGMENT_BYTES, Ring, Wire, chunk_sizes, mesh_exchange
+from ragtag.comm.frame import PAYLOAD_LIMIT_BYTES
+from ragtag.comm.judge import Notice, Peers, Wait, described, different_calls, error_from, grace_s, judge
+from ragtag.comm.ring import SEGMENT_BYTES, Ring, Wire, chunk_sizes
+from ragtag.comm.socket_mesh import Delay, SocketMesh
 from ragtag.comm.transport import Transport, TransportError
 from ragtag.comm.watch_peers import PeerWatch
 from ragtag.comm.work import Channel, Work
-from ragtag.core.errors import DisagreementError, PeerError
+from ragtag.core.errors import DisagreementError, PeerError, RagtagError
 
 _FAREWELL_S = 2.0
 
 
 class RingGroup:
-    """Several ranks: a data channel for rings and broadcasts, a control channel for votes, and a `PeerWatch`.
+    """Several ranks: a data channel for rings and broadcasts, a `SocketMesh` for votes, and a `PeerWatch`.
 
     Args:
         peers: what is known at the start: this rank, all hosts, patience, where the store is.
         clients: two clients of the group's own part of the store, used by nobody else.
-        open_transport: connects the transport of a channel ("data", then "control"); runs on a channel's thread.
+        claims: a third one, for the counters that work is claimed with.
+        connect_sockets: connects the mesh, one socket for each other rank; runs on the data channel's thread.
+        open_transport: connects the data channel's transport; runs there too, afterwards.
         local_rank: number of this rank on its host.
+        delay_s: see `SocketMesh`.
         segment_bytes: bytes of one message of the ring.
         on_close: called once, when the group has been closed.
     """
@@ -42,8 +49,11 @@ class RingGroup:
         *,
         peers: Peers,
         clients: tuple[Store, Store],
-        open_transport: Callable[[str], Transport],
+        claims: Store,
+        connect_sockets: Callable[[], Mapping[int, socket.socket]],
+        open_transport: Callable[[], Transport],
         local_rank: int = 0,
+        delay_s: Delay | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         on_close: Callable[["RingGroup"], object] = lambda group: None,
         clock: Callable[[], float] = time.monotonic,
@@ -55,25 +65,28 @@ class RingGroup:
         self.patience_s = peers.patience_s
         self._peers = peers
         self._clock = clock
-        self._changed = threading.Condition()
-        self._channels = {name: Channel(name, self._changed) for name in ("data", "control")}
-        self._watch = PeerWatch(
-            peers=peers, changed=self._changed, clients=clients, submitted=self._submitted, clock=clock
-        )
-        self._transports: dict[str, Transport] = {}
+        self._bell = Bell()
+        self._data = Channel("data", self._bell.condition)
+        self._claims_store = claims
+        self._claims: Channel | None = None
+        self._mesh: SocketMesh | None = None
+        self._transport: Transport | None = None
+        self._watch = PeerWatch(peers=peers, bell=self._bell, clients=clients, submitted=self._submitted, clock=clock)
         self._closed: bool | None = None
         self._on_close = on_close
-        self._opening = self._channels["data"].submit(lambda: self._open(open_transport))
+        self._delay_s = delay_s
+        self._opening = self._data.submit(lambda: self._open(connect_sockets, open_transport))
         self._segment_bytes = segment_bytes
 
     def open(self) -> None:
-        """Return when the transports are connected; everything but `announce_failure` and `close` comes after it.
+        """Return when all is connected; everything but `announce_failure` and `close` comes after it.
 
         Raises:
             PeerLost, PeerFailed: another rank ended meanwhile.
         """
         self.wait(self._opening, "connecting")
-        self._ring = Ring(self._transports["data"], self._segment_bytes)
+        assert self._transport is not None
+        self._ring = Ring(self._transport, self._segment_bytes)
 
     @property
     def step(self) -> int:
@@ -105,85 +118,116 @@ class RingGroup:
     ) -> Work:
         """Queue the sum of `flat` over ranks, in place."""
         chunks = chunk_sizes(flat.numel(), weights or [1] * self.world_size)
-        number = self._channels["data"].num_submitted + 1
+        number = self._data.num_submitted + 1
 
         def job() -> None:
             if ready is not None:
                 ready()
             self._ring.all_reduce(flat, chunks, number, wire)
 
-        return self._channels["data"].submit(job)
+        return self._data.submit(job)
 
     def exchange(self, payload: bytes, doing: str = "exchanging votes") -> tuple[bytes, ...]:
         """Return every rank's payload, by rank."""
-        number = self._channels["control"].num_submitted + 1
-        return self._do("control", lambda: self._mesh(payload, "exchange", number), doing)
+        return self._meet(f"exchange/{len(payload)}", doing, f"{doing} of {len(payload)} bytes", payload)
 
     def gather(self, name: str, value: Any) -> tuple[Any, ...]:
         """Return every rank's JSON-able value, by rank."""
-        content = msgspec.json.encode([name, value])
-        number = self._channels["control"].num_submitted + 1
+        content, doing = msgspec.json.encode(value), f"gathering {name!r}"
+        if len(content) > PAYLOAD_LIMIT_BYTES:
+            raise RagtagError(
+                f"Rank {self.rank} ({self.hosts[self.rank]}): {doing} takes {len(content)} bytes as JSON, over the "
+                f"limit of {PAYLOAD_LIMIT_BYTES}. Keep large values in tensors."
+            )
+        return tuple(msgspec.json.decode(each) for each in self._meet(f"gather/{name!r}", doing, doing, content))
 
-        def job() -> list[bytes]:
-            lengths = [int.from_bytes(each, "big") for each in self._mesh(len(content).to_bytes(8, "big"), "", number)]
-            contents = self._mesh(content.ljust(max(lengths), b" "), "gather", number)
-            return list(contents)
+    def claim(self, step: int, count: int) -> Work:
+        """Queue a claim of `count` of the units that `step` lets ranks pull; its result is how many were claimed
+        before."""
+        if self._claims is None:
+            self._claims = Channel("claims", self._bell.condition)
 
-        answers = [msgspec.json.decode(each) for each in self._do("control", job, f"gathering {name!r}")]
-        for rank, (other, _) in enumerate(answers):
-            if other != name:
-                raise DisagreementError(
-                    f"Rank {self.rank} ({self.hosts[self.rank]}) gathers {name!r}, but rank {rank} "
-                    f"({self.hosts[rank]}) gathers {other!r} at the same point: every rank must make the same calls."
-                )
-        return tuple(answer for _, answer in answers)
+        def job() -> int:
+            first = self._claims_store.add(f"claimed/{step}", count) - count
+            if self.rank == 0:
+                self._claims_store.delete_key(f"claimed/{step - 2}")  # everybody has voted on that step
+            return first
+
+        return self._claims.submit(job)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""
-        number = self._channels["data"].num_submitted + 1
-        self._do(
-            "data",
-            lambda: chain_broadcast(self._transports["data"], tensors, source, number),
-            f"copying tensors from rank {source}",
-        )
+        transport, number = self._transport, self._data.num_submitted + 1
+        assert transport is not None
+        work = self._data.submit(lambda: chain_broadcast(transport, tensors, source, number))
+        self.wait(work, f"copying tensors from rank {source}")
 
     def barrier(self, doing: str) -> None:
         """Return when every rank has come."""
-        number = self._channels["control"].num_submitted + 1
-        self._do("control", lambda: self._mesh(b"\0", "barrier", number), doing)
+        self._meet("barrier", doing, doing, b"")
 
     def wait(self, work: Work, doing: str) -> None:
         """Return when `work` is done, or raise its error, PeerFailed or PeerLost."""
-        began_s, self._watch.waiting_for = self._clock(), doing
-        broken_s = None
-        try:
-            with self._changed:
-                while work.finished_s is None or work.error is not None:
-                    now_s, error = self._clock(), work.error
-                    if error is not None and not isinstance(error, TransportError):
-                        raise error
-                    if error is not None and broken_s is None:
-                        broken_s = now_s
-                    notice = judge(
-                        Wait(
-                            channel=work.channel,
-                            number=work.number,
-                            doing=doing,
-                            step=self.step,
-                            began_s=began_s,
-                            broken_s=broken_s,
-                            broken_peer=error.peer if error is not None else None,
-                            broken_text=str(error) if error is not None else "",
-                        ),
-                        self._peers,
-                        now_s,
-                    )
-                    if notice is not None:
+        with self._waiting(work.channel, work.number, doing) as hopeless, self._bell.condition:
+            work.awaited = True
+            while work.finished_s is None or work.error is not None:
+                if work.error is not None and not isinstance(work.error, TransportError):
+                    raise work.error
+                if hopeless(work.error):
+                    break
+                self._bell.condition.wait(self._nap_s)
+
+    def _meet(self, call: str, doing: str, told: str, payload: bytes) -> tuple[bytes, ...]:
+        """Send `payload` to every rank and return all of theirs; whose `call` differs is told so, as doing `told`."""
+        mesh, differing_s = self._mesh, None
+        assert mesh is not None
+        number = mesh.begin(call, told, payload)
+        with self._waiting("control", number, doing) as hopeless:
+            while not mesh.complete:
+                if mesh.differs:
+                    # The others' parts are on their way: with all of them every rank says the same, and one prints it.
+                    differing_s = differing_s or self._clock()
+                    if self._clock() - differing_s >= grace_s(self.patience_s):
                         break
-                    self._changed.wait(min(self._peers.beat_s, grace_s(self.patience_s)) / 2)
-                else:
-                    return
-            raise self._agree_on(notice, doing) from None
+                if hopeless(mesh.error):
+                    break
+                mesh.advance(self._nap_s)
+        if mesh.differs:
+            raise DisagreementError(different_calls(mesh.answers, self._peers))
+        return mesh.finish()
+
+    @contextmanager
+    def _waiting(self, channel: str, number: int, doing: str) -> Iterator[Callable[[TransportError | None], bool]]:
+        """Give a function that says whether this wait, broken by an error or not, must end; if so, raise why."""
+        began_s, broken_s, notice = self._clock(), None, None
+
+        def hopeless(error: TransportError | None) -> bool:
+            nonlocal broken_s, notice
+            now_s = self._clock()
+            if error is not None and broken_s is None:
+                broken_s = now_s
+            with self._bell.condition:
+                notice = judge(
+                    Wait(
+                        channel=channel,
+                        number=number,
+                        doing=doing,
+                        step=self.step,
+                        began_s=began_s,
+                        broken_s=broken_s,
+                        broken_peer=error.peer if error is not None else None,
+                        broken_text=str(error) if error is not None else "",
+                    ),
+                    self._peers,
+                    now_s,
+                )
+            return notice is not None
+
+        self._watch.waiting_for = doing
+        try:
+            yield hopeless
+            if notice is not None:
+                raise self._agree_on(notice, doing) from None
         finally:
             self._watch.waiting_for = ""
 
@@ -205,14 +249,19 @@ class RingGroup:
     def close(self) -> bool:
         """Say goodbye and let go of threads and sockets; return whether every thread ended."""
         if self._closed is None:
-            with self._changed:
+            with self._bell.condition:
                 self._closed = False
             self._say_goodbye()
-            for transport in tuple(self._transports.values()):
-                transport.close()
-            ended = [channel.close(timeout_s=0.5) for channel in self._channels.values()]
-            self._transports.clear()
+            if self._mesh is not None:
+                self._mesh.close()
+            if self._transport is not None:
+                self._transport.close()
+            ended = [self._data.close(timeout_s=0.5)]
+            if self._claims is not None:
+                ended.append(self._claims.close(timeout_s=0.5))
+            self._transport = None
             ended.append(self._watch.stop(timeout_s=0.5))
+            self._bell.close()
             self._closed = all(ended)
             self._on_close(self)
         return self._closed
@@ -227,7 +276,10 @@ class RingGroup:
             reporter=self.rank,
             step=self.step,
             doing=self.doing,
-            succeeded={name: channel.num_succeeded for name, channel in self._channels.items()},
+            succeeded={
+                "data": self._data.num_succeeded,
+                "control": self._mesh.num_finished if self._mesh is not None else 0,
+            },
         )
         if peers.fatal is not None and not hosts_store:
             return
@@ -243,11 +295,11 @@ class RingGroup:
             return peers.others <= knowing
 
         end_s = self._clock() + self.patience_s
-        with self._changed:
+        with self._bell.condition:
             while not all_know() and self._clock() < end_s:
                 if peers.fatal is not None:
                     end_s = min(end_s, self._clock() + _FAREWELL_S)
-                self._changed.wait(0.1)
+                self._bell.condition.wait(0.1)
         watch.ending = True
         watch.report(left, min(_FAREWELL_S, self.patience_s))
 
@@ -259,8 +311,8 @@ class RingGroup:
             frozen = notice.kind == "lost" and notice.rank in (-1, peers.store_rank)
             limit_s = min(_FAREWELL_S, self.patience_s / (10 if frozen else 2))
             posted = self._watch.report(notice, limit_s)
-            with self._changed:
-                self._changed.wait_for(lambda: peers.fatal is not None, limit_s if posted else 0.0)
+            with self._bell.condition:
+                self._bell.condition.wait_for(lambda: peers.fatal is not None, limit_s if posted else 0.0)
                 if peers.fatal is None:
                     # Nobody can be told. All ranks see the same by themselves; let the lowest one print it.
                     reporter = min(set(range(self.world_size)) - {notice.rank})
@@ -268,28 +320,30 @@ class RingGroup:
         assert peers.fatal is not None
         return error_from(peers.fatal, peers, doing)
 
-    def _do(self, channel: str, job: Callable[[], Any], doing: str) -> Any:
-        work = self._channels[channel].submit(job)
-        self.wait(work, doing)
-        return work.result
-
-    def _mesh(self, payload: bytes, kind: str, number: int) -> tuple[bytes, ...]:
-        # The tag holds what is exchanged: ranks that make different calls never match and wait, bounded, while a
-        # message that is too long for its receiver would end the process.
-        tag = zlib.crc32(f"{number}/{kind}/{len(payload)}".encode())
-        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        received = mesh_exchange(self._transports["control"], sent, tag)
-        return tuple(each.numpy().tobytes() for each in received)
-
-    def _open(self, open_transport: Callable[[str], Transport]) -> None:
-        for name in self._channels:
-            transport = open_transport(name)
-            with self._changed:
-                if self._closed is None:
-                    self._transports[name] = transport
-                    continue
-            transport.close()
+    def _open(
+        self, connect_sockets: Callable[[], Mapping[int, socket.socket]], open_transport: Callable[[], Transport]
+    ) -> None:
+        mesh = SocketMesh(self.rank, connect_sockets(), self._bell, delay_s=self._delay_s, clock=self._clock)
+        with self._bell.condition:
+            closed = self._closed is not None
+            if not closed:
+                self._mesh = mesh
+        if closed:
+            mesh.close()
             return
+        transport = open_transport()
+        with self._bell.condition:
+            closed = self._closed is not None
+            if not closed:
+                self._transport = transport
+        if closed:
+            transport.close()
+
+    @property
+    def _nap_s(self) -> float:
+        """How long to wait before the time is looked at again, in seconds."""
+        return min(self._peers.beat_s, grace_s(self.patience_s)) / 2
 
     def _submitted(self) -> dict[str, int]:
-        return {name: channel.num_submitted for name, channel in self._channels.items()}
+        mesh = self._mesh
+        return {"data": self._data.num_submitted, "control": mesh.num_begun if mesh is not None else 0}

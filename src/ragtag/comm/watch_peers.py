@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from torch.distributed import Store
 
+from ragtag.comm.bell import Bell
 from ragtag.comm.judge import Notice, Peers, Sign
 
 _FOREVER = timedelta(days=7)
@@ -31,7 +32,7 @@ class PeerWatch:
     """Two daemon threads that keep `peers` up to date and tell the others about this rank.
 
     Args:
-        peers: what is known; changed only while holding `changed`, which is notified on news.
+        peers: what is known; changed only while holding the condition of `bell`, which is rung on news.
         clients: two clients of the group's store that nobody else uses, one to speak and one to listen.
         submitted: returns how many jobs of each channel this rank has submitted.
     """
@@ -40,7 +41,7 @@ class PeerWatch:
         self,
         *,
         peers: Peers,
-        changed: threading.Condition,
+        bell: Bell,
         clients: tuple[Store, Store],
         submitted: Callable[[], dict[str, int]],
         clock: Callable[[], float] = time.monotonic,
@@ -52,7 +53,7 @@ class PeerWatch:
         self.ending = False
         """Whether the next `left` of this rank ends the listening thread."""
         self._peers = peers
-        self._changed = changed
+        self._bell = bell
         self._submitted = submitted
         self._clock = clock
         self._outbox: queue.SimpleQueue[tuple[Notice, threading.Event] | None] = queue.SimpleQueue()
@@ -84,10 +85,10 @@ class PeerWatch:
         try:
             loop(client)
         except RuntimeError:
-            with self._changed:
+            with self._bell.condition:
                 if self._peers.store_failed_s is None:
                     self._peers.store_failed_s = self._clock()
-                self._changed.notify_all()
+                self._bell.ring()
             while True:
                 try:
                     pending = self._outbox.get_nowait()
@@ -111,7 +112,7 @@ class PeerWatch:
                 client.set(f"heartbeat/{peers.rank}", msgspec.json.encode(beat).decode())
                 if self.waiting_for:
                     self._look(client)
-            with self._changed:
+            with self._bell.condition:
                 peers.beaten_s = self._clock()
             try:
                 pending = self._outbox.get(timeout=peers.beat_s)
@@ -128,7 +129,7 @@ class PeerWatch:
         present = {rank: key for rank, key in keys.items() if client.check([key])}
         values: list[Any] = client.multi_get(list(present.values())) if present else []
         now_s = self._clock()
-        with self._changed:
+        with self._bell.condition:
             peers = self._peers
             peers.looked_s = now_s
             for rank, value in zip(present, values, strict=True):
@@ -144,7 +145,7 @@ class PeerWatch:
                     )
             for rank in keys.keys() - present.keys() - peers.signs.keys():
                 peers.signs[rank] = Sign(counter=-1, seen_s=now_s, doing="not started")
-            self._changed.notify_all()
+            self._bell.ring()
 
     def _listen(self, client: Store) -> None:
         peers, cursor = self._peers, 0
@@ -156,14 +157,14 @@ class PeerWatch:
             if first_fatal and notice.reporter != peers.rank:
                 seen = Notice(kind="seen", rank=peers.rank, reporter=peers.rank)
                 _append(client, seen, cursor)
-            with self._changed:
+            with self._bell.condition:
                 if first_fatal:
                     peers.fatal = notice
                 elif notice.kind == "left":
                     peers.left[notice.rank] = notice
                 elif notice.kind == "seen":
                     peers.seen.add(notice.rank)
-                self._changed.notify_all()
+                self._bell.ring()
             if self.ending and notice.kind == "left" and notice.rank == peers.rank:
                 return
             # The host of the store stays to hear who has seen the notice; the others must not need it any more.

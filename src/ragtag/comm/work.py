@@ -14,14 +14,16 @@ from typing import Any
 class Work:
     """One queued job: when it started and finished (`perf_counter` seconds), and what came of it.
 
-    `number` counts the jobs of its channel from 1, so it means the same job on every rank.
+    `number` counts the jobs of its channel from 1, so it means the same job on every rank. `awaited` is set, under the
+    channel's condition, by who wants to be woken by this job's end.
     """
 
-    __slots__ = ("channel", "error", "finished_s", "number", "result", "started_s")
+    __slots__ = ("awaited", "channel", "error", "finished_s", "number", "result", "started_s")
 
     def __init__(self, channel: str, number: int) -> None:
         self.channel = channel
         self.number = number
+        self.awaited = False
         self.started_s: float | None = None
         self.finished_s: float | None = None
         self.error: BaseException | None = None
@@ -40,7 +42,8 @@ class Work:
 class Channel:
     """One daemon thread that runs jobs in the order in which they were submitted.
 
-    `changed` is notified after each job. A job that fails does not stop the ones after it.
+    `changed` is notified after each job that is awaited, so that a waiting thread is not woken for others. A job that
+    fails does not stop the ones after it.
     """
 
     def __init__(self, name: str, changed: threading.Condition) -> None:
@@ -68,9 +71,15 @@ class Channel:
     def _run_jobs(self) -> None:
         while (queued := self._jobs.get()) is not None:
             work, job = queued
-            work.run(job)
+            work.run(lambda job=job: self._counted(job))
             with self._changed:
-                self.num_succeeded += work.error is None
-                self._changed.notify_all()
+                if work.awaited:
+                    self._changed.notify_all()
             # A job holds its tensors; the next one may be minutes away.
             del queued, work, job
+
+    def _counted(self, job: Callable[[], Any]) -> Any:
+        # Counted before it is finished: who saw it finish may tell the others at once how many were.
+        result = job()
+        self.num_succeeded += 1
+        return result

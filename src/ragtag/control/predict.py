@@ -5,6 +5,7 @@ judged on the recent steps' own deviations, rank by rank, not on averages alone.
 """
 
 from collections.abc import Sequence
+from operator import add
 
 import msgspec
 
@@ -23,14 +24,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     speeds: tuple[Speed, ...]
     recent_apply_s: tuple[tuple[float, ...], ...]
     """Recent optimizer times of each rank, newest last."""
+    apply_s: tuple[float, ...]
+    """Usual seconds of each rank's optimizer: the midmean of the recent ones; 0: never measured."""
     recent_rest_s: tuple[float, ...] = ()
     """Recent parts of the step that no rank computed in: communication, the vote, reading."""
     presence_s: tuple[float, ...]
     """What each rank adds to everybody's step by having a share at all."""
-
-    def apply_s(self, rank: int) -> float:
-        """Usual seconds of a rank's optimizer."""
-        return midmean(self.recent_apply_s[rank]) if self.recent_apply_s[rank] else 0.0
 
     def rest_s(self) -> float:
         """Usual seconds of a step beside the slowest rank's work."""
@@ -39,7 +38,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     def rank_s(self, rank: int, samples: int, micro_batch: int, unit: int) -> float:
         """Predicted seconds of work of `rank` in a step with `samples`."""
         num_forwards = forwards(samples, unit=unit, micro_batch=micro_batch)
-        return self.apply_s(rank) + self.speeds[rank].time_s(samples, num_forwards)
+        return self.apply_s[rank] + self.speeds[rank].time_s(samples, num_forwards)
 
 
 def cluster_of(world_size: int, presence_s: Sequence[float] = ()) -> Cluster:
@@ -47,32 +46,33 @@ def cluster_of(world_size: int, presence_s: Sequence[float] = ()) -> Cluster:
     return Cluster(
         speeds=(Speed(),) * world_size,
         recent_apply_s=((),) * world_size,
+        apply_s=(0.0,) * world_size,
         presence_s=tuple(presence_s) or (0.0,) * world_size,
     )
 
 
 def observe_step(cluster: Cluster, seen: Observation) -> Cluster:
     """Return what is known after one more step."""
-    slowest_s = max(apply + compute for apply, compute in zip(seen.apply_s, seen.compute_s))
+    slowest_s = max(map(add, seen.apply_s, seen.compute_s))
     rest_s = seen.wall_s - slowest_s - _presence_s(cluster, seen.samples)
     rest = (*cluster.recent_rest_s, max(rest_s, 0.0)) if rest_s < 1e9 else cluster.recent_rest_s
+    recent, apply_s = list(cluster.recent_apply_s), list(cluster.apply_s)
+    for rank, seconds in enumerate(seen.apply_s):
+        if 0 < seconds < 1e9:
+            recent[rank] = (*recent[rank], seconds)[-_RECENT:]
+            apply_s[rank] = midmean(recent[rank])
     return msgspec.structs.replace(
         cluster,
-        speeds=tuple(
-            speed.observe(n, k, seconds)
-            for speed, n, k, seconds in zip(cluster.speeds, seen.samples, seen.micro_batches, seen.compute_s)
-        ),
-        recent_apply_s=tuple(
-            (*recent, seconds)[-_RECENT:] if 0 < seconds < 1e9 else recent
-            for recent, seconds in zip(cluster.recent_apply_s, seen.apply_s)
-        ),
+        speeds=tuple(map(Speed.observe, cluster.speeds, seen.samples, seen.micro_batches, seen.compute_s)),
+        recent_apply_s=tuple(recent),
+        apply_s=tuple(apply_s),
         recent_rest_s=rest[-_RECENT:],
     )
 
 
 def predict_step_s(cluster: Cluster, plan: Plan) -> float:
     """Return the median seconds of a step under `plan`, communication included."""
-    apply_s = [cluster.apply_s(rank) for rank in range(len(plan.shares))]
+    apply_s = cluster.apply_s
     working = [rank for rank, share in enumerate(plan.shares) if share]
     compute_s = [
         cluster.rank_s(rank, plan.shares[rank], plan.micro_batch[rank], plan.unit) - apply_s[rank] for rank in working
@@ -84,7 +84,7 @@ def predict_step_s(cluster: Cluster, plan: Plan) -> float:
     slowest = []
     for step in range(-steps, 0):
         ends = [apply_s[rank] + seconds * values[step] for rank, seconds, values in zip(working, compute_s, deviations)]
-        slowest.append(max(ends + apply_s))
+        slowest.append(max(*ends, *apply_s))
     return median(slowest) + cluster.rest_s() + _presence_s(cluster, plan.shares)
 
 

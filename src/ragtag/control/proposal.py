@@ -104,8 +104,8 @@ def _variance(cluster: Cluster, plan: Plan) -> float:
     """Relative variance of the least certain speed in use."""
     worst = 0.0
     for speed, share in zip(cluster.speeds, plan.shares):
-        if share and speed.seconds:
-            worst = max(worst, speed.noise * speed.noise / len(speed.seconds))
+        if share and speed.steps:
+            worst = max(worst, speed.noise * speed.noise / len(speed.steps))
     return worst
 
 
@@ -118,7 +118,7 @@ def _times(cluster: Cluster, unit: int, limits: Limits) -> list[Callable[[int], 
     slowest = max((speed for speed in cluster.speeds if speed.known), key=lambda speed: speed.level_s)
 
     def time_of(rank: int) -> Callable[[int], int]:
-        apply_s = cluster.apply_s(rank)
+        apply_s = cluster.apply_s[rank]
         speed = cluster.speeds[rank] if cluster.speeds[rank].known else slowest
 
         def time_us(units: int) -> int:

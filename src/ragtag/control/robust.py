@@ -5,13 +5,27 @@ first Pade approximant stands in.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def appended(window: tuple[T, ...], value: T, most: int) -> tuple[T, ...]:
+    """Return `window` with `value` behind it, without its oldest values if it would be longer than `most`."""
+    last = (value,)
+    return window[1 - most :] + last
 
 
 def midmean(values: Sequence[float]) -> float:
     """Return the mean of the middle half of `values` (of all, for two): a trimmed mean, 25 % off each end."""
-    ordered = sorted(values)
+    return midmean_of_ordered(sorted(values))
+
+
+def midmean_of_ordered(ordered: Sequence[float]) -> float:
+    """Return the midmean of values that go from least to greatest."""
     drop = (len(ordered) + 1) // 4
     kept = ordered[drop : len(ordered) - drop]
+    # Not `sum`, which adds floats up in another way from Python 3.12 on.
     total = 0.0
     for value in kept:
         total += value
@@ -20,7 +34,12 @@ def midmean(values: Sequence[float]) -> float:
 
 def upper_quartile(values: Sequence[float]) -> float:
     """Return the value that at most a quarter of `values` is above."""
-    return sorted(values)[-1 - len(values) // 4]
+    return upper_quartile_of_ordered(sorted(values))
+
+
+def upper_quartile_of_ordered(ordered: Sequence[float]) -> float:
+    """Return the upper quartile of values that go from least to greatest."""
+    return ordered[-1 - len(ordered) // 4]
 
 
 def median(values: Sequence[float]) -> float:

@@ -201,6 +201,12 @@ class Ledger:
         has_last = last in self._todo[rank] or last in self._sums[rank]
         return units * self.unit - (short if has_last else 0)
 
+    def summed_samples(self, rank: int) -> int:
+        """Return the number of samples that `rank`'s sum holds."""
+        held = self._sums[rank]
+        short = self.num_units * self.unit - self.samples
+        return len(held) * self.unit - (short if self.num_units - 1 in held else 0)
+
     def _keyed(self, total: int) -> int:
         # An odd factor loses nothing and makes one step's contents useless in another.
         return total * (sample_hash(self.step) | 1) & _MASK32

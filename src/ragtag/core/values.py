@@ -45,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Relative size of the part of the gradient that each rank owns while it is being added up."""
     reason: str
     """One line that says why this plan was chosen."""
+    pulled: tuple[int, ...] = ()
+    """How many of its last units of a full batch each rank lets others pull; empty: none."""
     epoch: int = 0
     """Counts the plans of a run; ranks switch at a step boundary only."""
 

@@ -7,6 +7,7 @@ production code runs with their do-nothing twins.
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class Emulator:
         self._run = run
         self._files: list[Path] = []
         self._queues: dict[str, LinkQueue] = {}
+        self._by_peer: dict[int, LinkQueue] | None = None
         self.pace: Pace = _pace(self.device, cluster)
         """For the regions of a step."""
         self.memory: MemoryLimit = NoMemoryLimit()
@@ -78,9 +80,17 @@ class Emulator:
 
         All transports of this rank that were passed here share the links, and so do ranks on one host.
         """
-        queues = queues_to_peers(self._hosts, self._rank, self.cluster.link_between, self._queue)
-        queues = {peer: queue for peer, queue in queues.items() if peer < transport.world_size}
+        queues = {peer: queue for peer, queue in self._queues_to_peers().items() if peer < transport.world_size}
         return LimitedTransport(transport, queues) if queues else transport
+
+    def message_delay_s(self, peer: int, num_bytes: int) -> float:
+        """Return how long a message to rank `peer`, handed over now, is on the links that transports share; in seconds.
+
+        Its turn behind other messages, bytes / bandwidth, and the latency; 0 where nothing is slow.
+        """
+        queue = self._queues_to_peers().get(peer)
+        now_s = time.monotonic()
+        return queue.reserve(now_s, num_bytes) - now_s if queue is not None else 0.0
 
     def describe(self) -> str:
         """One line that says what this rank pretends to be."""
@@ -108,6 +118,11 @@ class Emulator:
         for file in self._files:
             file.unlink(missing_ok=True)
         self._files = []
+
+    def _queues_to_peers(self) -> dict[int, LinkQueue]:
+        if self._by_peer is None:
+            self._by_peer = queues_to_peers(self._hosts, self._rank, self.cluster.link_between, self._queue)
+        return self._by_peer
 
     def _queue(self, link: Link, host: str) -> LinkQueue:
         if host in self._queues:

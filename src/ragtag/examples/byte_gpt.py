@@ -20,6 +20,9 @@ from torch.nn import functional
 
 import ragtag
 
+REPORTED = ("loss", "wall_s", "shares", "compute_s", "wait_s", "comm_s")
+"""What `--json` prints of a step's report, besides its number."""
+
 
 class Block(nn.Module):
     """Pre-norm transformer block (Radford et al. 2019)."""
@@ -93,7 +96,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--save", metavar="FILE", help="write a checkpoint at the end")
     parser.add_argument("--every", type=int, default=10, help="print every so many steps")
-    parser.add_argument("--json", action="store_true", help="print every step as a line of JSON instead")
+    parser.add_argument("--json", action="store_true", help="print lines of JSON instead: steps, then decisions")
     parser.add_argument("--double", action="store_true", help="train in fp64, where rounding cannot hide anything")
     arguments = parser.parse_args()
 
@@ -110,15 +113,24 @@ def main() -> None:
     started = time.perf_counter()
     for step in trainer.steps(arguments.steps):
         if trainer.rank == 0 and arguments.json:
-            print(
-                json.dumps({"step": step.number, "loss": step.loss, "wall_s": step.wall_s, "shares": step.shares}),
-                flush=True,
-            )
+            row = {name: getattr(step, name) for name in REPORTED}
+            print(json.dumps({"step": step.number, **row}), flush=True)
         elif trainer.rank == 0 and step.number % arguments.every == 0:
             speed = step.number * arguments.batch / (time.perf_counter() - started)
             print(
                 f"step {step.number:5d}  loss {step.loss:.4f}  {speed:7.1f} samples/s  shares {step.shares}", flush=True
             )
+    if trainer.rank == 0 and arguments.json:
+        decisions = [
+            {
+                "step": decision.step,
+                "reason": decision.reason,
+                "predicted_step_s": decision.predicted_step_s,
+                "achieved_step_s": decision.achieved_step_s,
+            }
+            for decision in trainer.decisions
+        ]
+        print(json.dumps({"decisions": decisions}), flush=True)
     if arguments.save:
         trainer.save(arguments.save)
 

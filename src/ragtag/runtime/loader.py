@@ -118,6 +118,10 @@ class UnitLoader:
             self.close()
             raise
 
+    def __contains__(self, key: object) -> bool:
+        """Whether unit `key` was requested and not yet taken or forgotten."""
+        return key in self._units
+
     def request(self, key: Key, epoch: int, indices: Sequence[int]) -> None:
         """Say that unit `key` is `dataset[i]` for `indices`; workers start on it. Asking again changes nothing."""
         indices = tuple(indices)

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import torch
 
 from ragtag.comm.group import Group
 from ragtag.control.ballot import Ballot
 from ragtag.control.controller import Controller
 from ragtag.control.observation import observe_ballots
+from ragtag.control.pulling import Pool, choose_pool
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.config import Config
 from ragtag.core.errors import ModelError
-from ragtag.core.ledger import Ledger, micro_batches
+from ragtag.core.ledger import Ledger
 from ragtag.core.sampler import Sampler
 from ragtag.core.values import Plan
 from ragtag.emulate.memory import MemoryLimit
@@ -30,6 +32,7 @@ from ragtag.runtime.names import named_buffers, named_parameters
 from ragtag.runtime.precision import LossScale
 from ragtag.runtime.replicas import check_replicas
 from ragtag.runtime.trial import Nature
+from ragtag.runtime.work import StepWork
 
 log = logging.getLogger("ragtag")
 
@@ -109,12 +112,20 @@ class Run:
             )
         return self._gradients
 
-    def pieces(self, ledger: Ledger) -> list[tuple[int, ...]]:
-        """This rank's units, grouped into micro-batches."""
-        todo = ledger.todo(self.group.rank)
-        if self.by_unit:
-            return [(unit,) for unit in todo]
-        return micro_batches(ledger, todo, self.plan.micro_batch[self.group.rank])
+    def work_of(self, ledger: Ledger) -> StepWork:
+        """This rank's micro-batches of a step: planned, and pulled where the plan has a pool."""
+        unit_s = [] if self.controller is None else [speed.level_s * self.plan.unit for speed in self.controller.speeds]
+        pulled = self.plan.pulled
+        return StepWork(ledger, self.group, self.plan, by_unit=self.by_unit, pulled=pulled, unit_s=unit_s)
+
+    def read(self, ledger: Ledger, units: Sequence[int]) -> Any:
+        """The samples of a micro-batch, collated; units that were pulled are asked for now."""
+        batch = self.sampler.batch(ledger.step)
+        keys = [(ledger.step, unit) for unit in units]
+        for key in keys:
+            if key not in self.loader:
+                self.loader.request(key, batch.epoch, self.sampler.indices(ledger.step, *ledger.span(key[1])))
+        return self.loader.take(keys)
 
     def prefetch(self, number: int) -> None:
         """Ask the loader for this rank's units of step `number` and of those after it that it reads ahead."""
@@ -147,11 +158,25 @@ class Run:
         """Let the controller see a committed step, and switch to the plan it decides on, the same on every rank."""
         if self.controller is None:
             return
-        decision = self.controller.observe(observe_ballots(ballots, self.plan))
-        if decision is not None:
-            self.adopt(decision.plan)
-            if self.group.rank == 0:
-                log.info("step %d: %s", decision.step, decision.reason)
+        decision = self.controller.observe(observe_ballots(ballots, self.controller.plan))
+        base = self.controller.plan
+        pool = self._choose_pool(base)
+        plan = msgspec.structs.replace(base, pulled=pool.pulled)
+        if self.group.rank == 0 and decision is not None:
+            log.info("step %d: %s", decision.step, decision.reason)
+        if self.group.rank == 0 and pool.pulled and not self.plan.pulled:
+            log.info("step %d: %s", ballots[0].step, pool.reason)
+        if plan != self.plan:
+            self.adopt(plan)
+
+    def _choose_pool(self, plan: Plan) -> Pool:
+        assert self.controller is not None
+        speeds = self.controller.speeds
+        units = units_per_rank(plan, sum(plan.shares))
+        if not all(speed.level_s > 0 for speed, count in zip(speeds, units) if count):
+            return Pool(pulled=())
+        noise = [speed.noise for speed in speeds]
+        return choose_pool(plan, units, noise, pulling=bool(self.plan.pulled), wanted=self.config.pull)
 
     def jump_to(self, committed: int) -> None:
         """Go on after step `committed`, for instance after a checkpoint was loaded."""

@@ -48,11 +48,11 @@ def run_step(run: Run, number: int) -> StepReport:
 
     # 1. Own work: the sum of losses and gradients over the units the ledger says are ours.
     data_s = 0.0
-    pieces = run.pieces(ledger)
-    for position, units in enumerate(pieces):
+    work = run.work_of(ledger)
+    for units in work:
         group.note(number, "reading data")
         waited = time.perf_counter()
-        data = run.loader.take([(number, unit) for unit in units])
+        data = run.read(ledger, units)
         data_s += time.perf_counter() - waited
         group.note(number, "forward and backward")
         run.stopwatch.start()
@@ -61,7 +61,7 @@ def run_step(run: Run, number: int) -> StepReport:
         with _random_numbers_of(run, number, units[0]), paced, run.memory.forward_backward():
             loss = _forward(run, number, data, num_samples)
             losses.add(loss, units)
-            sums.begin_backward(last=position == len(pieces) - 1)
+            sums.begin_backward(last=work.is_last())
             if loss.total.requires_grad:
                 (loss.total * run.loss_factor).backward()
         run.stopwatch.stop()
@@ -86,7 +86,7 @@ def run_step(run: Run, number: int) -> StepReport:
             attempt=attempt,
             launched_too_early=sums.launched_too_early,
             contents_hash=ledger.contents_hash(group.rank),
-            samples=ledger.samples_of(group.rank),
+            samples=ledger.summed_samples(group.rank),
             weight=weight,
             loss_total=total,
             norm=norm,
@@ -126,6 +126,7 @@ def run_step(run: Run, number: int) -> StepReport:
     run.committed = number
     run.apply_s = time.perf_counter() - applying
     run.check_replicas(number)
+    run.loader.keep(lambda key: key[0] > number)  # what others have pulled from us
     run.follow_speeds(ballots)
     return StepReport(
         number=number,

@@ -80,7 +80,11 @@ class Trainer:
         config = Config() if config is None else config
         patience_s = config.patience_s if isinstance(config, Config) else Config().patience_s
         emulator = from_environment(os.environ, int(os.environ.get("RANK", "0")))
-        self._group = connect(patience_s, wrap=emulator.limit_transport) if emulator else connect(patience_s)
+        self._group = (
+            connect(patience_s, wrap=emulator.limit_transport, delay_s=emulator.message_delay_s)
+            if emulator
+            else connect(patience_s)
+        )
         with self._failure_reaches_all("setting up the trainer"):
             if misspelt:
                 raise SettingError(_unknown_argument(next(iter(misspelt))))

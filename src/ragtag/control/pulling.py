@@ -1,0 +1,98 @@
+"""When to let ranks pull work from one another inside a step, how much, and when a rank had better not.
+
+Planned shares follow speeds that last; what a device loses in *this* step nobody can plan. So the last part of every
+rank's share goes into one pool, and whoever runs dry takes from it. All functions are pure; a wrong guess costs time,
+never a sample.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ragtag.core.values import Plan
+
+_LATEST_OF = ((2, 0.56), (4, 1.03), (8, 1.42), (16, 1.77), (64, 2.35), (256, 2.83))
+"""Expected largest of N standard normal draws: how many standard deviations the last of N ranks is late."""
+_BEGIN_GAIN, _END_GAIN = 0.05, 0.02
+_LARGEST_PART = 0.75
+_PART_STEP = 0.15
+"""The part changes in steps of this, so that a noise that moves a little does not change the plan."""
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of its last units each rank puts into the pool, and why."""
+
+    pulled: tuple[int, ...]
+    """By rank; empty: nothing is pulled."""
+    predicted_gain: float = 0.0
+    """Fraction of a step's time that waiting for the unluckiest rank would cost and pulling saves."""
+    reason: str = ""
+
+
+def choose_pool(
+    plan: Plan, units: Sequence[int], noise: Sequence[float], *, pulling: bool, wanted: bool | None
+) -> Pool:
+    """Decide on the pool for the steps to come.
+
+    The gain is e_N * sigma / (1 + e_N * sigma) for N ranks with work whose step times vary by sigma: the share of the
+    step that everybody waits for the last one. Pulling begins above 5 % and ends below 2 %.
+
+    Args:
+        plan: the shares in force.
+        units: how many units of a full batch each rank has.
+        noise: relative standard deviation of a step's compute time, by rank.
+        pulling: whether work is pulled now.
+        wanted: True or False overrides the prediction.
+    """
+    working = [rank for rank, count in enumerate(units) if count > 0]
+    if len(working) < 2 or wanted is False:
+        return Pool(pulled=())
+    weight = sum(plan.shares[rank] for rank in working)
+    sigma = sum(noise[rank] * plan.shares[rank] for rank in working) / weight
+    late = next((value for count, value in _LATEST_OF if len(working) <= count), _LATEST_OF[-1][1]) * sigma
+    gain = late / (1 + late)
+    if not wanted and gain < (_END_GAIN if pulling else _BEGIN_GAIN):
+        return Pool(pulled=())
+    # Two standard deviations of work on either side of the mean have to be in the pool for everybody to end together.
+    part = min(_LARGEST_PART, _PART_STEP * max(1, int(2 * sigma / _PART_STEP + 0.999)))
+    pulled = tuple(max(1, int(part * count)) if count else 0 for count in units)
+    return Pool(
+        pulled=pulled,
+        predicted_gain=gain,
+        reason=f"step times vary by {100 * sigma:.0f} %: the last {100 * part:.0f} % of each share is pulled "
+        f"(predicted gain {100 * gain:.0f} %)",
+    )
+
+
+def claim_size(remaining: int, part: float) -> int:
+    """How many units to claim at once: half of this rank's part of what remains, at least one.
+
+    Guided self-scheduling (Polychronopoulos and Kuck 1987): large claims first, so that overheads are few; small ones
+    at the end, so that all end together.
+
+    Args:
+        remaining: units left in the pool.
+        part: this rank's part of the cluster's speed, 0 to 1.
+    """
+    return max(1, int(remaining * part / 2))
+
+
+def accepts(remaining: int, count: int, own_left_s: float, unit_s: Sequence[float], rank: int) -> bool:
+    """Whether `rank` should claim `count` more units, or leave them to faster ranks.
+
+    It declines what it would finish later than the others drain the whole pool, and half a unit of the fastest rank.
+    The fastest rank never declines, so the pool is always drained.
+
+    Args:
+        remaining: units left in the pool.
+        own_left_s: seconds until this rank is done with what it has.
+        unit_s: seconds a unit takes, by rank; 0 for ranks without work.
+    """
+    if unit_s[rank] <= 0:
+        return False
+    working = [other for other, seconds in enumerate(unit_s) if seconds > 0]
+    fastest = min(working, key=lambda other: (unit_s[other], other))
+    if rank == fastest:
+        return True
+    others_per_s = sum(1 / unit_s[other] for other in working if other != rank)
+    return own_left_s + count * unit_s[rank] <= remaining / others_per_s + unit_s[fastest] / 2

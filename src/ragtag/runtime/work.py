@@ -1,0 +1,101 @@
+"""Which micro-batches this rank computes in one step: those planned for it, and what it pulls from the pool.
+
+One claim is made ahead, while the current micro-batch is in its forward, so that before its backward it is known
+whether it is the last one and reduction can overlap with it. A claim is only a hint; the truth is what each sum holds
+(`core/ledger.py`).
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from ragtag.comm.group import Group
+from ragtag.comm.work import Work
+from ragtag.control.pulling import accepts, claim_size
+from ragtag.core.ledger import Ledger, micro_batches
+from ragtag.core.values import Plan
+
+Units = tuple[int, ...]
+
+
+class StepWork:
+    """This rank's micro-batches of one step, in the order in which they are computed.
+
+    Args:
+        pulled: how many of its last units each rank puts into the pool; empty: none.
+        unit_s: seconds a unit takes, by rank, to decide what to claim; needed with a pool.
+        by_unit: every micro-batch is exactly one unit.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        group: Group,
+        plan: Plan,
+        *,
+        by_unit: bool,
+        pulled: Sequence[int] = (),
+        unit_s: Sequence[float] = (),
+    ) -> None:
+        self._ledger, self._group, self._plan, self._by_unit = ledger, group, plan, by_unit
+        self._unit_s = unit_s
+        self._pool: list[int] = []
+        own = list(ledger.todo(group.rank))
+        for rank, count in enumerate(pulled):
+            units = ledger.todo(rank)
+            self._pool += units[len(units) - min(count, len(units)) :]
+        in_pool = set(self._pool)
+        self._queue: deque[Units] = deque(self._cut([unit for unit in own if unit not in in_pool]))
+        self._taken = 0
+        """Units of the pool that are known to be claimed by anybody."""
+        self._claim: tuple[Work, int] | None = None
+        self.num_pulled = 0
+        """Units claimed that were planned for another rank."""
+
+    def __iter__(self) -> Iterator[Units]:
+        if not self._queue:
+            self._claim_ahead(own_left_s=0.0)
+            self._receive_claim()
+        while self._queue:
+            units = self._queue.popleft()
+            if not self._queue:
+                left_s = len(units) * self._unit_s[self._group.rank] if self._unit_s else 0.0
+                self._claim_ahead(own_left_s=left_s)
+            yield units
+            self._receive_claim()
+
+    def is_last(self) -> bool:
+        """Whether the micro-batch given out last is this rank's last one of the step; ask after its forward."""
+        self._receive_claim()
+        return not self._queue
+
+    def _claim_ahead(self, *, own_left_s: float) -> None:
+        remaining = len(self._pool) - self._taken
+        if remaining <= 0:
+            return
+        rank = self._group.rank
+        per_s = [1 / seconds if seconds > 0 else 0.0 for seconds in self._unit_s]
+        count = claim_size(remaining, per_s[rank] / sum(per_s))
+        while not accepts(remaining, count, own_left_s, self._unit_s, rank):
+            if count == 1:
+                return
+            count //= 2
+        self._claim = (self._group.claim(self._ledger.step, count), count)
+
+    def _receive_claim(self) -> None:
+        if self._claim is None:
+            return
+        work, count = self._claim
+        self._claim = None
+        self._group.wait(work, "claiming work")
+        first = work.result
+        self._taken = first + count
+        units = self._pool[first : first + count]
+        for unit in units:
+            self.num_pulled += self._ledger.owner(unit) != self._group.rank
+            self._ledger.claim(unit, self._group.rank)
+        self._queue.extend(self._cut(units))
+
+    def _cut(self, units: Sequence[int]) -> list[Units]:
+        if self._by_unit:
+            return [(unit,) for unit in units]
+        return micro_batches(self._ledger, sorted(units), self._plan.micro_batch[self._group.rank])

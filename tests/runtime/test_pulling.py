@@ -1,0 +1,87 @@
+"""The pulled tail: gradients exact, every sample once, whoever computes it."""
+
+import random
+import time
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.runtime import cases
+from tests.runtime.reference import plain_run, plain_unit_run, worst_difference
+from tests.runtime.test_units import classify, classify_sum, images, network
+
+import ragtag
+
+STEPS = 14
+
+
+def uneven(model, batch):
+    """A forward that takes an unpredictable time, different on every rank."""
+    time.sleep(random.SystemRandom().choice([0.0005, 0.001, 0.002, 0.012]) * len(batch[0]))
+    return cases.mean_squares(model, batch)
+
+
+def pull(world_size):
+    model = cases.mlp()
+    trainer = ragtag.Trainer(
+        model,
+        cases.adam(model),
+        uneven,
+        cases.regression(61),
+        global_batch_size=24,
+        config=ragtag.Config(pull=True, bucket_bytes=1024, check_replicas_every=1),
+    )
+    reports = list(trainer.steps(STEPS))
+    trainer.close()
+    return cases.values(model), reports, trainer.plan
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_pulled_work_gives_the_gradient_of_one_process(world_size):
+    model = cases.mlp()
+    plain_run(model, cases.adam(model), cases.sum_squares, cases.regression(61), steps=STEPS, batch=24)
+    results = run_ranks(world_size, pull, world_size)
+    moved = False
+    for values, reports, plan in results:
+        assert worst_difference(values, cases.values(model)) < 1e-10
+        assert plan.pulled, "nothing was pulled"
+        assert [report.samples for report in reports] == [24, 24, 13] * 4 + [24, 24]
+        assert all(sum(report.shares) == report.samples for report in reports)
+        moved = moved or len({report.shares for report in reports[-6:] if report.samples == 24}) > 1
+    assert moved, "the shares of a step never differed from the plan's"
+
+
+def pull_units():
+    model = network("dropout batchnorm")
+
+    def loss_fn(model, batch):
+        time.sleep(random.SystemRandom().choice([0.001, 0.008]))
+        return classify(model, batch)
+
+    trainer = ragtag.Trainer(
+        model,
+        cases.adam(model),
+        loss_fn,
+        images(),
+        global_batch_size=18,
+        loader={"num_workers": 1},
+        config=ragtag.Config(unit=2, pull=True),
+    )
+    list(trainer.steps(STEPS))
+    trainer.close()
+    return cases.values(model), trainer.plan
+
+
+def test_pulled_units_with_dropout_batchnorm_and_loader_workers():
+    model = network("dropout batchnorm")
+    plain_unit_run(model, cases.adam(model), classify_sum, images(), steps=STEPS, batch=18, unit=2)
+    for values, plan in run_ranks(3, pull_units):
+        assert plan.pulled
+        assert worst_difference(values, cases.values(model)) < 1e-12
+
+
+def test_one_process_pulls_from_nobody():
+    values, reports, plan = pull(1)
+    assert plan.pulled == ()
+    assert torch.isfinite(values["0.weight"]).all()
+    assert len(reports) == STEPS
