@@ -101,8 +101,7 @@ def test_the_quick_demo_compares_ddp_and_ragtag_and_draws_them(tmp_path):
     picture = Image.open(result["files"]["png"])
     picture.load()
     assert picture.size[0] == 1600
-    colors = {color for _, color in picture.getcolors(1 << 24)}
-    assert len(colors) > 10
+    assert len(picture.getcolors(1 << 24) or ()) > 10
     assert json.loads(Path(result["files"]["json"]).read_text()) == result
     assert "speed = 0.25" in Path(result["files"]["cluster"]).read_text()
 
@@ -128,7 +127,7 @@ def test_ctrl_c_ends_the_demo_and_everything_it_started(tmp_path):
         output, _ = demo.communicate(timeout=30)
         assert demo.returncode != 0
         assert b"Traceback" not in output
-        gone, alive = psutil.wait_procs(started, timeout=0)
+        _, alive = psutil.wait_procs(started, timeout=0)
         assert not alive
     finally:
         demo.kill()

@@ -1,4 +1,4 @@
-"""What a user sees when something goes wrong in a training under `ragtag launch`: one error, once, and nothing left behind."""
+"""What a user sees when something goes wrong under `ragtag launch`: one error, once, and nothing left behind."""
 
 import os
 import signal
@@ -20,7 +20,6 @@ if mistake == "bug before the trainer":
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, index):
-        if mistake == "dataset" and rank == 2 and len(sys.argv) > 9: pass
         if mistake == "dataset" and rank == 2 and Data.started: raise OSError("disk on fire")
         return torch.ones(4) * index, torch.zeros(1)
     started = False
@@ -31,7 +30,8 @@ def loss_fn(model, batch):
     if mistake == "silence" and rank == 1 and Data.started: time.sleep(60)
     return (model(batch[0]) - batch[1]).square().mean()
 trainer = ragtag.Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-5), loss_fn, Data(), global_batch_size=12,
-                         precision="fp61" if mistake == "setting" else "fp32", loader={"num_workers": 1} if mistake == "interrupt" else {},
+                         precision="fp61" if mistake == "setting" else "fp32",
+                         loader={"num_workers": 1} if mistake == "interrupt" else {},
                          config=ragtag.Config(patience_s=1.0 if mistake == "silence" else 10.0))
 for step in trainer.steps(100000):
     Data.started = True

@@ -275,7 +275,8 @@ def test_a_peer_that_dies_or_freezes_ends_everybodys_wait_in_time(fate, timeout_
                 ring.all_reduce(torch.ones(999), [333] * 3, calls)
         assert time.monotonic() - last_call_began < AT_ONCE_S
         assert calls == 5
-        assert caught.value.timed_out or fate == signal.SIGKILL
+        # On a busy machine the bystander may be the first to give up, which closes its connection with this rank.
+        assert caught.value.timed_out or fate == signal.SIGKILL or caught.value.peer == 2
         transport.close()
         bystander.join(AT_ONCE_S)
         assert bystander.exitcode == 3

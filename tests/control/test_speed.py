@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragtag.control.robust import log_ratio, median, midmean, upper_quartile
-from ragtag.control.speed import WINDOW, Speed
+from ragtag.control.speed import Speed
+from ragtag.control.window import WINDOW
 
 
 def watch(speed, steps):
@@ -56,12 +57,12 @@ def test_two_steps_at_a_new_level_are_believed(count, factor):
 def test_a_small_lasting_change_is_found_in_noise():
     speed = watch(Speed(), [*noisy(0.01, 60, sigma=0.1), *noisy(0.0125, 20, sigma=0.1, seed=1)])
     assert speed.level_s == pytest.approx(0.0125, rel=0.08)
-    assert len(speed.seconds) <= 22
+    assert len(speed.steps) <= 22
 
 
 def test_the_window_is_bounded_and_the_noise_measured():
     speed = watch(Speed(), noisy(0.01, 400, sigma=0.1))
-    assert len(speed.seconds) <= WINDOW
+    assert len(speed.steps) <= WINDOW
     assert speed.noise == pytest.approx(0.1, rel=0.5)
 
 
@@ -110,6 +111,19 @@ def test_nothing_it_is_told_breaks_it(steps):
     times = [speed.time_s(n, 1) for n in range(60)]
     assert times == sorted(times)
     assert times[0] == 0
+
+
+@pytest.mark.parametrize("seconds", [5e-324, 1e-12, float("nan"), float("inf"), -1.0])
+def test_an_impossible_time_says_nothing(seconds):
+    speed = watch(Speed(), noisy(0.01, 3))
+    after = speed.observe(10, 1, seconds)
+    assert (after.steps, after.level_s, after.jumps) == (speed.steps, speed.level_s, speed.jumps)
+
+
+@given(st.lists(st.sampled_from([0.9, 0.95, 1.0, 1.05, 1.1, 2.0]), min_size=1, max_size=90))
+def test_the_usual_jump_is_the_median_of_those_remembered(factors):
+    speed = watch(Speed(), [(10, 1, 0.1 * factor) for factor in factors])
+    assert speed.usual_jump == median((*speed.jumps, 0.1, 0.1, 0.1))
 
 
 def test_a_rank_that_flaps_is_planned_for_at_its_slower_speed():

@@ -41,7 +41,7 @@ class _Size(msgspec.Struct, frozen=True, kw_only=True):
     solo_steps: int
 
 
-_FULL = _Size(steps=40, batch=44, sample_ms=40, solo_steps=5)
+_FULL = _Size(steps=36, batch=44, sample_ms=40, solo_steps=5)
 _QUICK = _Size(steps=8, batch=12, sample_ms=30, solo_steps=3)
 
 
@@ -135,7 +135,7 @@ def _train_all(
         return (
             train(
                 [*emulated, *ddp, "--save", str(models["ddp"])],
-                title="DDP, equal batches",
+                title="stock DDP",
                 steps=size.steps,
                 progress=progress,
             ),
@@ -147,7 +147,7 @@ def _train_all(
             ),
             train(
                 [sys.executable, *example, "--save", str(models["alone"])],
-                title="one process, unpaced",
+                title="one process",
                 steps=size.steps,
                 progress=progress,
                 environ=all_cores,

@@ -26,7 +26,7 @@ body { margin: 0 auto; max-width: 68rem; padding: 1.5rem 1rem 3rem; background: 
   font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .4rem; }
 h2 { font-size: 1.2rem; margin: 2.4rem 0 .4rem; }
-p { margin: .3rem 0; max-width: 46rem; } .quiet { color: var(--quiet); }
+p { margin: .3rem 0 .8rem; max-width: 46rem; } .quiet { color: var(--quiet); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1rem; margin: 1.4rem 0; }
 .card { background: var(--card); border-radius: .7rem; padding: 1rem 1.2rem; border-top: .3rem solid var(--accent); }
 .card b { display: block; font-size: 2.2rem; line-height: 1.2; font-variant-numeric: tabular-nums; }
@@ -34,24 +34,27 @@ p { margin: .3rem 0; max-width: 46rem; } .quiet { color: var(--quiet); }
 .legend i { display: inline-block; width: 1.6rem; height: .8rem; margin-right: .4rem; border-radius: .15rem; }
 .panel { background: var(--card); border-radius: .7rem; padding: .9rem 1.1rem 1rem; margin: .8rem 0; }
 .panel h3 { margin: 0 0 .5rem; font-size: 1.05rem; }
-.device { display: grid; grid-template-columns: 8.5rem 1fr 9.5rem; gap: .8rem; align-items: center; margin: .4rem 0; }
-.device > :last-child { font-variant-numeric: tabular-nums; }
+.device { display: grid; grid-template-columns: 6.5rem 1fr 6.5rem; gap: .8rem; align-items: center; margin: .4rem 0; }
+.device > span { display: flex; flex-wrap: wrap; gap: 0 .5rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .lane { position: relative; height: 2rem; background: var(--lane); border-radius: .2rem; overflow: hidden; }
 .lane i { position: absolute; top: 0; bottom: 0; }
-.lane u { position: absolute; top: 0; bottom: 0; width: 2px; margin-left: -1px; background: var(--page); }
+.lane u { position: absolute; top: 0; bottom: 0; width: 2px; background: var(--card); }
 .busy { background: var(--busy); } .communicating { background: var(--communicating); }
 .waiting { background: repeating-linear-gradient(-45deg, var(--wait-a) 0 5px, var(--wait-b) 5px 7px); }
-.axis { margin: 0 10.3rem 0 9.3rem; display: flex; justify-content: space-between; color: var(--quiet);
+.axis { margin: 0 7.3rem; display: flex; justify-content: space-between; color: var(--quiet);
   font-size: .85rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; } th { font-weight: 600; }
-.loss { position: relative; height: 14rem; margin: .8rem 0 0; border-left: 1px solid var(--line);
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 9rem; } th { font-weight: 600; }
+.loss { position: relative; height: 14rem; margin: .8rem 0 0 3rem; border-left: 1px solid var(--line);
   border-bottom: 1px solid var(--line); }
-.loss svg { position: absolute; width: 100%; height: 100%; } .loss span { position: absolute; font-size: .85rem; }
+.loss svg { position: absolute; width: 100%; height: 100%; }
+.loss span { position: absolute; font-size: .9rem; line-height: 1; }
+.loss .end { top: 30%; bottom: 0; padding-right: .4rem; border-right: 2px dotted; }
 polyline { fill: none; stroke-width: 2.5; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
 ol { padding-left: 1.2rem; } .warning { border: 2px solid var(--ddp); border-radius: .7rem; padding: .7rem 1rem; }
-@media (max-width: 40rem) { .device { grid-template-columns: 1fr auto; gap: .1rem .8rem; margin: .7rem 0; }
+@media (max-width: 40rem) { .device { grid-template-columns: auto auto; gap: .1rem .8rem; margin: .7rem 0; }
+  .device > :last-child { justify-content: end; }
   .lane { grid-row: 2; grid-column: 1 / 3; } .axis { margin: 0; } }
 """
 _MEANING = {
@@ -104,7 +107,7 @@ devices of speeds {speeds} that one machine pretends to be. Same model, same sam
 {_panel("Stock DDP: equal batches, so the slowest device sets the pace", result, ddp, shown[0])}
 {_panel("ragtag: every device gets the share it can carry", result, ours, shown[1])}
 <h2>The same loss, sooner</h2>
-<p class="quiet">Training loss over seconds, all {result.steps} steps.</p>
+<p class="quiet">Training loss over seconds, all {result.steps} steps of both.</p>
 {_losses(rows)}
 <h2>The same model</h2>
 <p class="quiet">Against the same steps in one process, in fp32, where only the order of additions differs.</p>
@@ -149,9 +152,11 @@ def _panel(title: str, result: DemoResult, training: DemoTraining, shown: Timeli
         ]
         ends = [f'<u style="left:{_percent(end_s, shown)}"></u>' for end_s in shown.ends_s[:-1]]
         parts.append(
-            f'<div class="device"><span><b>{escape(device.name)}</b> <span class="quiet">{device.speed:g}</span></span>'
+            f'<div class="device"><span><b>{escape(device.name)}</b> '
+            f'<span class="quiet">speed {device.speed:g}</span></span>'
             f'<div class="lane">{"".join(boxes + ends)}</div>'
-            f"<span>{training.shares[rank]:.3g} samples, waits {100 * training.wait_part(rank):.0f} %</span></div>"
+            f"<span><b>waits {100 * training.wait_part(rank):.0f} %</b> "
+            f'<span class="quiet">{training.shares[rank]:.3g} samples</span></span></div>'
         )
     parts.append(f'<div class="axis"><span>0 s</span><span>{shown.duration_s:.1f} s</span></div></section>')
     return "\n".join(parts)
@@ -175,14 +180,14 @@ def _losses(rows: tuple[Sequence[Row], Sequence[Row]]) -> str:
         lines.append(f'<polyline points="{points}" style="stroke: var(--{color})"/>')
         right = 100 - 100 * times_s[-1] / longest_s
         ends.append(
-            f'<span style="right:{right:.1f}%; bottom:1.6rem; color: var(--{color})"><b>{name}</b> '
+            f'<span class="end" style="right:{right:.2f}%; color: var(--{color})"><b>{name}</b> '
             f"{times_s[-1]:.1f} s</span>"
         )
     return (
         f'<div class="loss"><svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{"".join(lines)}'
-        f'</svg><span class="quiet" style="left:.5rem; top:0">loss {high:.2f}</span>'
-        f'<span class="quiet" style="left:.5rem; bottom:0">{low:.2f}</span>{"".join(ends)}</div>'
-        f'<div class="axis" style="margin: 0"><span>0 s</span><span>{longest_s:.1f} s</span></div>'
+        f'</svg><span class="quiet" style="right:calc(100% + .5rem); top:0">{high:.2f}</span>'
+        f'<span class="quiet" style="right:calc(100% + .5rem); bottom:0">{low:.2f}</span>{"".join(ends)}</div>'
+        f'<div class="axis" style="margin: .2rem 0 0 3rem"><span>0 s</span><span>{longest_s:.1f} s</span></div>'
     )
 
 

@@ -18,13 +18,12 @@ _LANE, _LANE_GAP = 54, 14
 _HEAD = 172
 """Height above the first panel."""
 _PANEL_HEAD = 76
-_FOOT = 78
+_FOOT = 96
 
 _TEXT, _QUIET, _PAGE, _PANEL = "#16202e", "#5c6778", "#ffffff", "#f3f5f8"
 _RED = "#c2452f"
 _COLORS: dict[Kind, str] = {"busy": "#1f6fd6", "communicating": "#f2a900", "waiting": "#fbe3df"}
 _HATCH = "#ee9d8f"
-_MEANING: dict[Kind, str] = {"busy": "busy", "communicating": "communicating", "waiting": "waiting"}
 
 
 def write_png(path: Path, result: DemoResult, shown: tuple[Timeline, Timeline]) -> None:
@@ -59,9 +58,11 @@ class _Sheet:
         self._image = Image.new("RGB", (width * _SCALE, height * _SCALE), _PAGE)
         self._draw = ImageDraw.Draw(self._image)
 
-    def text(self, x: float, y: float, words: str, *, size: int, color: str = _TEXT, anchor: str = "la") -> None:
+    def text(self, x: float, y: float, words: str, *, size: int, color: str = _TEXT, anchor: str = "la") -> float:
+        """Write, and return where the words end on the right."""
         font = ImageFont.load_default(size * _SCALE)
         self._draw.text((x * _SCALE, y * _SCALE), words, fill=color, font=font, anchor=anchor)
+        return self._draw.textbbox((x * _SCALE, y * _SCALE), words, font=font, anchor=anchor)[2] / _SCALE
 
     def box(self, left: float, top: float, right: float, bottom: float, color: str, *, radius: float = 0) -> None:
         corners = [left * _SCALE, top * _SCALE, max(left, right) * _SCALE - 1, bottom * _SCALE - 1]
@@ -108,7 +109,7 @@ def _draw_panel(
                 left, right = _LANES_LEFT + span.start_s * per_s, _LANES_LEFT + span.stop_s * per_s
                 _draw_span(sheet, span.kind, left, lane, right, bottom)
         for end_s in shown.ends_s[:-1]:
-            sheet.box(_LANES_LEFT + end_s * per_s - 1, lane, _LANES_LEFT + end_s * per_s + 1, bottom, _PANEL)
+            sheet.box(_LANES_LEFT + end_s * per_s, lane, _LANES_LEFT + end_s * per_s + 2, bottom, _PANEL)
         waiting = training.wait_part(rank)
         sheet.text(_LANES_RIGHT + 22, middle - 2, f"waits {100 * waiting:.0f} %", size=26, anchor="ls",
                    color=_RED if waiting > 0.1 else _TEXT)  # fmt: skip
@@ -124,13 +125,12 @@ def _draw_span(sheet: _Sheet, kind: Kind, left: float, top: float, right: float,
 
 
 def _draw_foot(sheet: _Sheet, top: float, result: DemoResult, shown: Timeline) -> None:
-    x = float(_LANES_LEFT)
-    for kind, width in zip(KINDS, (130, 230, 150)):
-        _draw_span(sheet, kind, x, top + 14, x + 34, top + 34)
-        sheet.text(x + 44, top + 24, _MEANING[kind], size=22, color=_QUIET, anchor="lm")
-        x += width + 20
+    x, middle = float(_LANES_LEFT), top + 24
+    for kind in KINDS:
+        _draw_span(sheet, kind, x, middle - 10, x + 34, middle + 10)
+        x = sheet.text(x + 46, middle, kind, size=22, color=_QUIET, anchor="lm") + 44
+    scale = f"{shown.duration_s:.1f} seconds; light lines end steps"
+    sheet.text(_LANES_RIGHT, middle, scale, size=22, color=_QUIET, anchor="rm")
     if not result.honest:
-        sheet.text(x, top + 24, "the machine was too busy to keep the pace", size=22, color=_RED, anchor="lm")
-    else:
-        axis = f"{shown.duration_s:.1f} seconds from edge to edge"
-        sheet.text(_LANES_RIGHT, top + 24, axis, size=22, color=_QUIET, anchor="rm")
+        warning = "This machine was too busy to keep the devices' pace: run the demo again while nothing else runs."
+        sheet.text(_LANES_LEFT, middle + 38, warning, size=22, color=_RED, anchor="lm")

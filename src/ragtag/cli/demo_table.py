@@ -32,16 +32,17 @@ def outcome(predicted_s: float, achieved_s: float | None) -> str:
 
 def dishonest(result: DemoResult) -> str:
     """Return what to think of the figures when the pace was not kept."""
-    errors = ", ".join(f"{100 * each.pace_error:.1f} % off ({each.name})" for each in (result.ddp, result.ragtag))
+    errors = " and ".join(f"{100 * each.pace_error:.1f} % ({each.name})" for each in (result.ddp, result.ragtag))
     return (
-        "This machine was too busy: real compute did not fit into the pretended devices' pace "
-        f"({errors}), so the figures are not those of such devices. Run the demo again while nothing else runs."
+        "This machine was too busy: real work did not always fit into the pretended devices' pace. Compute took "
+        f"up to {errors} more or less than such devices would take. Run the demo again while nothing else runs."
     )
 
 
 def _figures(result: DemoResult) -> Table:
     ddp, ours = result.ddp, result.ragtag
-    table = Table(title=f"{result.steps} steps of {result.global_batch_size} samples on {len(result.devices)} devices")
+    title = f"{result.steps} steps of {result.global_batch_size} samples on {len(result.devices)} devices"
+    table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("")
     table.add_column("stock DDP, equal batches", justify="right")
     table.add_column("ragtag", justify="right", style="bold")
@@ -68,8 +69,8 @@ def _scientific(ddp: DemoTraining, ours: DemoTraining, name: str) -> tuple[str, 
 
 
 def _devices(result: DemoResult) -> Table:
-    table = Table(title="Each device, seconds a step over the second half", box=SIMPLE_HEAD)
-    for heading in ("\ndevice", "\nspeed", "alone,\nsamples/s"):
+    table = Table(title="Each device, seconds a step over the second half", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for heading in ("\ndevice", "\nspeed", "alone,\n/s"):
         table.add_column(heading, justify="left" if "device" in heading else "right", no_wrap=True)
     for name, style in (("DDP", ""), ("ragtag", "bold")):
         for heading in (f"{name}:\nshare", "\nbusy", "\nwaiting"):

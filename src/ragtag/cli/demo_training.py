@@ -55,7 +55,7 @@ def progress_bars(console: Console) -> Progress:
     """Return bars for `train`, one line a training."""
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TextColumn("{task.fields[status]}"),
         console=console,
@@ -112,7 +112,7 @@ def train(
 
 
 def _status(row: Row, samples_per_s: float) -> str:
-    status = f"loss {row.loss:.4f}  {samples_per_s:6.1f} samples/s"
+    status = f"loss {row.loss:.3f} {samples_per_s:6.1f} samples/s"
     return f"{status}  shares {' '.join(map(str, row.shares))}" if len(row.shares) > 1 else status
 
 

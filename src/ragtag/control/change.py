@@ -9,8 +9,9 @@ from functools import cache
 from typing import NamedTuple
 
 from ragtag.control.robust import log_ratio, median, midmean_of_ordered, upper_quartile_of_ordered
+from ragtag.control.window import RECENT, Window
 
-_NEWEST = (2, 3, 4, 6, 10, 20, 40)
+_NEWEST = (2, 3, 4, 6, 10, 20, RECENT)
 """Numbers of newest steps that are compared with those before them."""
 _FEW = {2: 3.0, 3: 1.0, 4: 1.0}
 """Standard deviations that each of so few newest steps must be off."""
@@ -50,30 +51,26 @@ class _Comparison(NamedTuple):
     """Stands for this comparison and all of fewer steps: where it cannot find a change, none of them can."""
 
 
-def find_change(
-    levels: Sequence[float], ordered: Sequence[float], noise: float, *, patience: int, flapping: bool
-) -> Change | None:
-    """Return the change with the fewest newest steps; None: there is none.
+def find_change(window: Window, noise: float, *, patience: int, flapping: bool) -> Change | None:
+    """Return the change in `window` with the fewest newest steps; None: there is none.
 
-    `levels` is the window in order of time, newest last, `ordered` the same values from least to greatest, `noise` the
-    relative standard deviation of one step. Fewer than `patience` steps are not believed to be faster. The older steps
-    of a `flapping` rank are averaged by their upper quartile, of others by their midmean.
+    `noise` is the relative standard deviation of one step. Fewer than `patience` steps are not believed to be faster.
+    The older steps of a `flapping` rank are averaged by their upper quartile, of others by their midmean.
     """
     average = upper_quartile_of_ordered if flapping else midmean_of_ordered
-    for comparison in reversed(_suspects(levels, ordered, noise, patience, flapping)):
-        change = _compare(levels, comparison, noise * noise, average)
+    for comparison in reversed(_suspects(window, noise, patience, flapping)):
+        change = _compare(window.levels, comparison, noise * noise, average)
         if change and (not change.faster or change.newest >= patience):
             return change
     return None
 
 
-def _suspects(
-    levels: Sequence[float], ordered: Sequence[float], noise: float, patience: int, flapping: bool
-) -> list[_Comparison]:
+def _suspects(window: Window, noise: float, patience: int, flapping: bool) -> list[_Comparison]:
     """Return the comparisons that may find a change, those of most steps first; mostly there are none."""
+    average = upper_quartile_of_ordered if flapping else midmean_of_ordered
+    ordered, part = window.ordered, window.recent
     suspects = []
-    part = ordered
-    for comparison in _comparisons(len(levels), flapping):
+    for comparison in _comparisons(len(ordered), flapping):
         newest, older, low, high, middle, deviations, with_fewer = comparison
         margin = noise * deviations
         # log_ratio(a, b) > margin is a * (2 - margin) > b * (2 + margin).
@@ -85,14 +82,13 @@ def _suspects(
             continue
         if with_fewer:
             continue
-        # What bounds the middle of these steps bounds that of fewer, too.
-        part = sorted(levels[-newest:])
+        if newest < len(part):
+            # What bounds the middle of these steps bounds that of fewer, too.
+            part = sorted(window.levels[-newest:])
         most, least = part[-1 - middle] * less, part[middle] * more
-        if most <= slower and (least >= faster or newest < patience):
-            continue
-        average = upper_quartile_of_ordered if flapping else midmean_of_ordered
-        # The older steps' average is least if the newest are the greatest of the window.
-        if most <= average(ordered[:older]) * more and least >= average(ordered[newest:]) * less:
+        # The older steps' average is least where the newest are the greatest of the window.
+        not_slower = most <= slower or most <= average(ordered[:older]) * more
+        if not_slower and (newest < patience or least >= faster or least >= average(ordered[newest:]) * less):
             continue
         suspects.append(comparison)
     return suspects
@@ -143,6 +139,7 @@ def _comparison(size: int, newest: int, flapping: bool) -> _Comparison:
         high=older // 4 if flapping else (older + 1) // 4,
         # Both of two must be off, and half of more.
         middle=1 if newest == 2 else (newest - 1) // 2,
+        # A root may differ between hosts in its last bit, by far less than `_QUICK` leaves; what is found does not.
         deviations=_QUICK * variances**0.5,
     )
 

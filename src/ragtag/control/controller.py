@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ragtag.control import explain
-from ragtag.control.observation import Observation
+from ragtag.control.observation import Observation, plan_id, planned_forwards
 from ragtag.control.parking import TRY_STEPS, Parked, next_try
 from ragtag.control.predict import Cluster, cluster_of, observe_step, predict_step_s
 from ragtag.control.proposal import Limits, best_plan, least_step_s, pays, units_under_caps
@@ -24,6 +24,8 @@ _SETTLE_STEPS = 2
 """Steps a plan runs before it is judged: as few as a speed can be known from."""
 _ACHIEVED_OVER = 8
 _REMEMBERED = 200
+_VERSION = 2
+"""Version of `state_dict`."""
 
 
 class _Trying(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +93,7 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the limits as plain values that JSON can hold."""
-        return {"version": 1, **msgspec.to_builtins(self._state)}
+        return {"version": _VERSION, **msgspec.to_builtins(self._state)}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Go on where the controller that wrote `values` was.
@@ -100,8 +102,10 @@ class Controller:
             SettingError: the values are not those of a controller of as many ranks.
         """
         try:
-            if values.get("version") != 1:
-                raise SettingError(f"This controller state has version {values.get('version')}. Expected version 1.")
+            if values.get("version") != _VERSION:
+                raise SettingError(
+                    f"This controller state has version {values.get('version')}. Expected version {_VERSION}."
+                )
             state = msgspec.convert({k: v for k, v in values.items() if k != "version"}, _State)
         except msgspec.ValidationError as error:
             raise SettingError(f"This is not the state of a controller: {error}.") from error
@@ -120,7 +124,7 @@ class Controller:
         if state.parked is None:
             idle = [rank for rank, share in enumerate(state.plan.shares) if not share]
             state = msgspec.structs.replace(state, parked=tuple(Parked(rank=rank, since=seen.step) for rank in idle))
-        if seen.plan_id == state.plan.id:
+        if seen.plan_id == plan_id(state.plan):
             state = _achieve(state, seen.wall_s)
         self._state = state
         decision = self._decide(seen) if len(state.plan.shares) > 1 else None
@@ -158,10 +162,12 @@ class Controller:
 
     def _due_try(self, step: int) -> Decision | None:
         state, limits = self._state, self.limits
+        if not state.parked:
+            return None
         room = units_under_caps(state.plan, limits)
         step_s = _work_s(state.cluster, state.plan)
         due = []
-        for entry in state.parked or ():
+        for entry in state.parked:
             measured = state.cluster.speeds[entry.rank].level_s > 0
             at = next_try(entry, alone_s=self._alone_s(entry.rank) if measured else None, step_s=step_s)
             if at <= step and room[entry.rank]:
@@ -177,7 +183,13 @@ class Controller:
         predicted_s = predict_step_s(cluster, tried)
         decision = self._decision(step, "try", tried, reason, predicted_s, predict_step_s(cluster, plan))
         # What is known about it is old: only what it does now counts.
-        fresh = Speed(level_s=speed.level_s, fixed=speed.fixed, jumps=speed.jumps, deviations=speed.deviations)
+        fresh = Speed(
+            level_s=speed.level_s,
+            fixed=speed.fixed,
+            jumps=speed.jumps,
+            usual_jump=speed.usual_jump,
+            deviations=speed.deviations,
+        )
         speeds = tuple(fresh if rank == entry.rank else other for rank, other in enumerate(cluster.speeds))
         self._state = msgspec.structs.replace(
             state,
@@ -288,7 +300,9 @@ def _achieve(state: _State, wall_s: float) -> _State:
 
 def _work_s(cluster: Cluster, plan: Plan) -> float:
     """Usual seconds of the slowest rank's work under `plan`."""
-    return max(cluster.rank_s(rank, share, plan.micro_batch[rank], plan.unit) for rank, share in enumerate(plan.shares))
+    forwards = planned_forwards(plan)
+    ranks = zip(cluster.apply_s, cluster.speeds, plan.shares, forwards)
+    return max([apply_s + speed.time_s(share, count) for apply_s, speed, share, count in ranks])
 
 
 def _without(cluster: Cluster, rank: int) -> Cluster:

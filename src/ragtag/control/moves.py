@@ -29,7 +29,7 @@ def move_pieces(
         )
     counts = [min(count, cap) for count, cap in zip(start, caps, strict=True)]
     missing = total - sum(counts)
-    # A rank that took a piece never gives one nor the other way round, so neither heap has to hear of the other's moves.
+    # A rank that took a piece never gives one, nor the other way round: neither heap need hear of the other's moves.
     takers = [
         (time(count + 1), rank) for rank, (time, count, cap) in enumerate(zip(times, counts, caps)) if count < cap
     ]
@@ -38,9 +38,19 @@ def move_pieces(
     heapq.heapify(givers)
     while missing or (takers and givers and takers[0] < (-givers[0][0], -givers[0][1])):
         if missing <= 0:
-            _give(counts, times, givers)
+            rank = -givers[0][1]
+            counts[rank] -= 1
             missing += 1
+            if counts[rank]:
+                heapq.heapreplace(givers, (-times[rank](counts[rank]), -rank))
+            else:
+                heapq.heappop(givers)
         if missing > 0:
-            _take(counts, times, caps, takers)
+            rank = takers[0][1]
+            counts[rank] += 1
             missing -= 1
+            if counts[rank] < caps[rank]:
+                heapq.heapreplace(takers, (times[rank](counts[rank] + 1), rank))
+            else:
+                heapq.heappop(takers)
     return tuple(counts)

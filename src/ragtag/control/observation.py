@@ -5,6 +5,7 @@ ranks stay copies of each other without a message.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -36,19 +37,40 @@ def forwards(samples: int, *, unit: int, micro_batch: int) -> int:
     return -(-samples // (unit if unit > 1 else micro_batch))
 
 
+@lru_cache(maxsize=16)
+def plan_id(plan: Plan) -> str:
+    """Return the plan's content hash, worked out once for a plan and not in every step."""
+    return plan.id
+
+
+@lru_cache(maxsize=16)
+def planned_forwards(plan: Plan) -> tuple[int, ...]:
+    """Return in how many micro-batches each rank computes its share of a full batch."""
+    return tuple(
+        forwards(share, unit=plan.unit, micro_batch=size) for share, size in zip(plan.shares, plan.micro_batch)
+    )
+
+
 def observe_ballots(ballots: Sequence[Ballot], plan: Plan) -> Observation:
     """Return the observation of the step that `ballots`, in rank order, voted on under `plan`.
 
     The step's wall time is that of the rank whose optimizer, reading, computing and waiting took longest together.
+    Here is decided that a slow loader costs a rank no share: its time for data is in the wall time only, because fewer
+    samples do not mend a cold cache or a slow disk, and work moved for it would have to be moved back.
     """
-    sizes = zip(ballots, plan.micro_batch)
+    samples = tuple([ballot.samples for ballot in ballots])
+    if samples == plan.shares:
+        micro_batches = planned_forwards(plan)
+    else:
+        sizes = zip(samples, plan.micro_batch)
+        micro_batches = tuple([forwards(count, unit=plan.unit, micro_batch=size) for count, size in sizes])
     return Observation(
         step=ballots[0].step,
-        plan_id=plan.id,
-        samples=tuple(ballot.samples for ballot in ballots),
-        micro_batches=tuple(forwards(b.samples, unit=plan.unit, micro_batch=size) for b, size in sizes),
-        compute_s=tuple(ballot.compute_s for ballot in ballots),
-        apply_s=tuple(ballot.apply_s for ballot in ballots),
-        comm_s=min(ballot.exposed_s for ballot in ballots),
-        wall_s=max(b.apply_s + b.data_s + b.compute_s + b.exposed_s for b in ballots),
+        plan_id=plan_id(plan),
+        samples=samples,
+        micro_batches=micro_batches,
+        compute_s=tuple([ballot.compute_s for ballot in ballots]),
+        apply_s=tuple([ballot.apply_s for ballot in ballots]),
+        comm_s=min([ballot.exposed_s for ballot in ballots]),
+        wall_s=max([b.apply_s + b.data_s + b.compute_s + b.exposed_s for b in ballots]),
     )

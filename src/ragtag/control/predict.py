@@ -84,7 +84,7 @@ def predict_step_s(cluster: Cluster, plan: Plan) -> float:
     slowest = []
     for step in range(-steps, 0):
         ends = [apply_s[rank] + seconds * values[step] for rank, seconds, values in zip(working, compute_s, deviations)]
-        slowest.append(max(*ends, *apply_s))
+        slowest.append(max([*ends, *apply_s]))
     return median(slowest) + cluster.rest_s() + _presence_s(cluster, plan.shares)
 
 

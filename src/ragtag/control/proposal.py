@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from ragtag.control.moves import move_pieces
 from ragtag.control.observation import forwards
 from ragtag.control.predict import Cluster, predict_step_s
-from ragtag.control.sharing import next_plan
+from ragtag.control.sharing import next_plan, units_per_rank
 from ragtag.core.values import Plan
-from ragtag.plan.apportion import apportion, apportion_times
+from ragtag.plan.apportion import apportion
 
 _MICROSECONDS = 1_000_000
 _NOT_NOISE = 2.25
@@ -53,10 +54,10 @@ def best_plan(cluster: Cluster, plan: Plan, limits: Limits, *, trying: int | Non
     room = [cap if ready and not more else 0 for cap, ready, more in zip(caps, known, extra)]
     if sum(room) + sum(extra) < num_units:
         room = [cap - more for cap, more in zip(caps, extra)]
-    times = _times(cluster, plan.unit, limits)
+    times, start = _times(cluster, plan.unit, limits), units_per_rank(plan, sum(plan.shares))
 
     def search(room: Sequence[int]) -> Plan:
-        units = apportion_times(num_units - sum(extra), times, room)
+        units = move_pieces(num_units - sum(extra), times, room, start)
         return _with_units(plan, [own + more for own, more in zip(units, extra)], limits)
 
     best = search(room)
@@ -70,7 +71,7 @@ def least_step_s(cluster: Cluster, plan: Plan, limits: Limits) -> float:
     lines = []
     for rank, speed in enumerate(cluster.speeds):
         if speed.known:
-            start = cluster.rank_s(rank, 1, 1, 1) - speed.level_s
+            start = cluster.apply_s[rank] + speed.time_s(1, 1) - speed.level_s
             lines.append((start, speed.level_s))
     lines.sort()
     units_done, rate, step_s = float(sum(plan.shares)), 0.0, 0.0

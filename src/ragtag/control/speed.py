@@ -5,7 +5,6 @@ other and not with those before (Bifet and Gavalda, "Learning from time-changing
 one odd step never does, two are enough when the noise is small.
 """
 
-from bisect import bisect_left, insort
 from typing import NamedTuple
 
 import msgspec
@@ -13,9 +12,7 @@ import msgspec
 from ragtag.control.change import Change, find_change
 from ragtag.control.fixed_cost import Block, FixedCost
 from ragtag.control.robust import appended, log_ratio, median, midmean, midmean_of_ordered, upper_quartile_of_ordered
-
-WINDOW = 128
-"""Most steps that a speed is averaged over."""
+from ragtag.control.window import WINDOW, Window, window_of
 
 _JUMPS = 32
 _DEVIATIONS = 16
@@ -45,11 +42,9 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's compute time: level_s * (fixed cost in samples + n), with its window of steps."""
 
     steps: tuple[Step, ...] = ()
-    """The window: the steps since the last change, newest last."""
-    levels: tuple[float, ...] = ()
-    """Seconds a sample in each step of the window; with `ordered` kept beside it so that a step costs little."""
-    ordered: tuple[float, ...] = ()
-    """`levels` from least to greatest."""
+    """Those since the last change, newest last, at most `WINDOW`."""
+    window: Window = Window()
+    """Seconds a sample in each of `steps`."""
     level_s: float = 0.0
     """Seconds a sample; 0: never measured."""
     fixed: FixedCost = FixedCost()
@@ -70,9 +65,9 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def known(self) -> bool:
         """Whether enough steps were seen to act on: three, or two that agree."""
-        if len(self.levels) != 2:
-            return len(self.levels) > 2
-        first, second = self.levels
+        if len(self.steps) != 2:
+            return len(self.steps) > 2
+        first, second = self.window.levels
         return abs(log_ratio(second, first)) < _AGREE
 
     @property
@@ -87,20 +82,16 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         return self.level_s * self.fixed.size(samples, micro_batches)
 
     def observe(self, samples: int, micro_batches: int, seconds: float) -> "Speed":
-        """Return the speed after one more step; a step without samples or with an impossible time says nothing.
-
-        `seconds` are those of forward and backward. Waiting for data is not among them: a rank whose loader is slow
-        keeps its share, because fewer samples are no cure for a slow disk, and the step it delays is in the wall time.
-        """
-        since_faster, since_change = min(self.since_faster + 1, _LONG_AGO), self.since_change + 1
+        """Return the speed after one more step; a step without samples or with an impossible time says nothing."""
+        since_faster, since_change = self.since_faster + 1, self.since_change + 1
         if samples <= 0 or micro_batches <= 0 or not _SHORTEST_S < seconds < _LONGEST_S:
             return msgspec.structs.replace(self, since_faster=since_faster, since_change=since_change)
         speed = _append(self, Step(samples, micro_batches, seconds), since_faster, since_change)
-        return _follow(_learn_fixed_cost(speed) if speed.before else speed)
+        return _follow(_learn_fixed_cost(speed))
 
 
 def _append(speed: Speed, step: Step, since_faster: int, since_change: int) -> Speed:
-    steps, levels, before = speed.steps, speed.levels, speed.before
+    steps, before = speed.steps, speed.before
     jumps, usual_jump = speed.jumps, speed.usual_jump
     level = step.seconds / speed.fixed.size(step.samples, step.micro_batches)
     if steps:
@@ -108,16 +99,11 @@ def _append(speed: Speed, step: Step, since_faster: int, since_change: int) -> S
         if step.samples != samples:
             before = _newest_block(speed) or before
         if _alike(step.samples, samples):
-            jumps, usual_jump = _with_jump(jumps, usual_jump, abs(log_ratio(level, levels[-1])))
-    ordered = list(speed.ordered)
-    if len(levels) == WINDOW:
-        del ordered[bisect_left(ordered, levels[0])]
-    insort(ordered, level)
+            jumps, usual_jump = _with_jump(jumps, usual_jump, abs(log_ratio(level, speed.window.levels[-1])))
     return msgspec.structs.replace(
         speed,
         steps=appended(steps, step, WINDOW),
-        levels=appended(levels, level, WINDOW),
-        ordered=tuple(ordered),
+        window=speed.window.append(level),
         jumps=jumps,
         usual_jump=usual_jump,
         before=before,
@@ -157,22 +143,24 @@ def _newest_block(speed: Speed) -> Block | None:
 
 def _learn_fixed_cost(speed: Speed) -> Speed:
     """Take the fixed cost from the blocks of steps before and after a change of share, once both are there."""
+    if speed.before is None:
+        return speed
     after = _newest_block(speed)
-    if speed.before is None or after is None or after.steps < _BLOCK:
+    if after is None or after.steps < _BLOCK:
         return speed
     newest, noise = [step.seconds for step in speed.steps[-after.steps :]], speed.noise
     # Speed that changes in the very steps compared is not evidence about shares.
     if log_ratio(max(newest), min(newest)) >= 4 * noise:
         return msgspec.structs.replace(speed, before=None)
     fixed = speed.fixed.learn(speed.before, after, noise)
-    levels = tuple(step.seconds / fixed.size(step.samples, step.micro_batches) for step in speed.steps)
-    return msgspec.structs.replace(speed, fixed=fixed, levels=levels, ordered=tuple(sorted(levels)), before=None)
+    levels = [step.seconds / fixed.size(step.samples, step.micro_batches) for step in speed.steps]
+    return msgspec.structs.replace(speed, fixed=fixed, window=window_of(levels), before=None)
 
 
 def _follow(speed: Speed) -> Speed:
     """Forget the steps before a change, and set the level."""
     flapping = speed.patience > _LEAST_PATIENCE
-    change = find_change(speed.levels, speed.ordered, speed.noise, patience=speed.patience, flapping=flapping)
+    change = find_change(speed.window, speed.noise, patience=speed.patience, flapping=flapping)
     deviations = speed.deviations
     if change:
         speed = _forget_before(speed, change)
@@ -182,8 +170,8 @@ def _follow(speed: Speed) -> Speed:
     average = upper_quartile_of_ordered if flapping or speed.patience > _LEAST_PATIENCE else midmean_of_ordered
     if flapping and not change and speed.since_change > _MEMORY * speed.patience:
         speed = msgspec.structs.replace(speed, patience=_LEAST_PATIENCE, since_change=0)
-    level_s = average(speed.ordered)
-    for level in speed.levels if change else speed.levels[-1:]:
+    level_s = average(speed.window.ordered)
+    for level in speed.window.levels if change else speed.window.levels[-1:]:
         deviations = appended(deviations, level / level_s, _DEVIATIONS)
     return msgspec.structs.replace(speed, level_s=level_s, deviations=deviations)
 
@@ -198,12 +186,10 @@ def _forget_before(speed: Speed, change: Change) -> Speed:
         elif since_faster < _MEMORY * patience:
             patience = min(4 * patience, _MOST_PATIENCE)
         since_change = 0
-    levels = speed.levels[-newest:]
     return msgspec.structs.replace(
         speed,
         steps=speed.steps[-newest:],
-        levels=levels,
-        ordered=tuple(sorted(levels)),
+        window=window_of(speed.window.levels[-newest:]),
         patience=patience,
         since_faster=since_faster,
         since_change=since_change,
