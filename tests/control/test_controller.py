@@ -173,6 +173,28 @@ def test_ranks_that_never_had_a_share_are_measured():
     assert result.shares(50) == (0, 0, 1, 1)
 
 
+def test_a_try_keeps_what_is_known_about_the_noise_of_a_rank():
+    devices = Devices(speeds=[1, 1, lambda step: 0.05 if step < 60 else 1], jitter=0.05)
+    controller, tried = Controller(equal_plan(3, 12)), None
+    for step in range(1, 300):
+        before = controller.speeds[2]
+        decision = controller.observe(devices.step(step, controller.plan))
+        if decision and decision.kind == "try":
+            tried = decision
+            assert controller.speeds[2].noise == before.noise
+            assert not controller.speeds[2].steps
+    assert tried is not None
+
+
+def test_one_odd_optimizer_step_does_not_count():
+    cluster, plan = cluster_of(2), plan_of((4, 4))
+    seen = Devices(speeds=[1, 1], apply_s=[0.02, 0.03]).step(1, plan)
+    odd = Devices(speeds=[1, 1], apply_s=[2.0, 0.03]).step(2, plan)
+    for step in (seen, seen, odd, seen):
+        cluster = observe_step(cluster, step)
+    assert cluster.apply_s == (0.02, 0.03)
+
+
 # Decisions.
 
 

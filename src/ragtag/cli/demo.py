@@ -5,7 +5,6 @@ one process); the demo reads what they print, compares the models they leave, an
 """
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -129,8 +128,6 @@ def _train_all(
     ddp = ["-m", "ragtag.cli.demo_ddp", *common, "--solo-steps", str(size.solo_steps), "--meeting", str(meeting)]
     example = ["-m", "ragtag.examples.byte_gpt", *common, "--json"]
     emulated = launch_command("--emulate", str(cluster_file))
-    # One process has all cores: it shows the numbers, not the speed.
-    all_cores = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), **os.environ}
     with progress_bars(console) as progress:
         return (
             train(
@@ -150,7 +147,6 @@ def _train_all(
                 title="one process",
                 steps=size.steps,
                 progress=progress,
-                environ=all_cores,
             ),
         )
 

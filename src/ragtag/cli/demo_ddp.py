@@ -59,7 +59,7 @@ def main() -> None:
     honest = _all_gather([alone.pace.honest and together.pace.honest])
     say(rank, honest=all(bool(value) for (value,) in honest))
     dist.barrier()
-    # A process group that DDP still refers to may abort the process while Python tears itself down (seen once in ten).
+    # A process group that DDP still refers to may abort the process while Python tears itself down.
     sys.stdout.flush()
     os._exit(0)
 

@@ -65,7 +65,7 @@ def progress_bars(console: Console) -> Progress:
 def train(
     command: Sequence[str], *, title: str, steps: int, progress: Progress, environ: Mapping[str, str] = os.environ
 ) -> Training:
-    """Run `command` to its end, showing its steps as they come. Call from the main thread.
+    """Run `command` to its end, one thread a process, showing its steps as they come. Call from the main thread.
 
     Raises:
         RagtagError: it failed; what it wrote to standard error is shown before.

@@ -117,7 +117,7 @@ Examples:
 )
 def demo(
     steps: Annotated[int | None, typer.Option("--steps", min=2, help="Optimizer steps of each training.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few and small steps: a look at it in 20 seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few and small steps: a look at it in half a minute.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Where the files go.", metavar="DIR")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     exact: Annotated[

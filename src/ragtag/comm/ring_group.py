@@ -179,9 +179,11 @@ class RingGroup:
 
     def _meet(self, call: str, doing: str, told: str, payload: bytes) -> tuple[bytes, ...]:
         """Send `payload` to every rank and return all of theirs; whose `call` differs is told so, as doing `told`."""
-        mesh, differing_s = self._mesh, None
+        mesh, peers, differing_s = self._mesh, self._peers, None
         assert mesh is not None
         number = mesh.begin(call, told, payload)
+        # In the good case nothing is judged: that costs as much as sending.
+        going_well = peers.fatal is None and not peers.left
         with self._waiting("control", number, doing) as hopeless:
             while not mesh.complete:
                 if mesh.differs:
@@ -189,11 +191,11 @@ class RingGroup:
                     differing_s = differing_s or self._clock()
                     if self._clock() - differing_s >= grace_s(self.patience_s):
                         break
-                if hopeless(mesh.error):
+                if not going_well and hopeless(mesh.error):
                     break
-                mesh.advance(self._nap_s)
+                going_well = mesh.advance(self._nap_s)
         if mesh.differs:
-            raise DisagreementError(different_calls(mesh.answers, self._peers))
+            raise DisagreementError(different_calls(mesh.answers, peers))
         return mesh.finish()
 
     @contextmanager
@@ -323,13 +325,14 @@ class RingGroup:
     def _open(
         self, connect_sockets: Callable[[], Mapping[int, socket.socket]], open_transport: Callable[[], Transport]
     ) -> None:
-        mesh = SocketMesh(self.rank, connect_sockets(), self._bell, delay_s=self._delay_s, clock=self._clock)
+        sockets = connect_sockets()
         with self._bell.condition:
             closed = self._closed is not None
             if not closed:
-                self._mesh = mesh
+                self._mesh = SocketMesh(self.rank, sockets, self._bell, delay_s=self._delay_s, clock=self._clock)
         if closed:
-            mesh.close()
+            for each in sockets.values():
+                each.close()
             return
         transport = open_transport()
         with self._bell.condition:

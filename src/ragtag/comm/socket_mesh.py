@@ -132,8 +132,13 @@ class SocketMesh:
             self._send(connection)
         return self.num_begun
 
-    def advance(self, timeout_s: float) -> None:
-        """Send and receive what can be; wait for at most `timeout_s` seconds if that is nothing and no bell rings."""
+    def advance(self, timeout_s: float) -> bool:
+        """Send and receive what can be; wait for at most `timeout_s` seconds if that is nothing and no bell rings.
+
+        Returns whether the call came nearer to its end by a rank's whole part, with no news to look at: so at most
+        once for each rank.
+        """
+        num_missing, news = len(self._missing), False
         if self._delay_s is not None:
             now_s = self._clock()
             waiting = [each.outgoing[0][0] for each in self._connections.values() if each.outgoing and not each.writing]
@@ -142,6 +147,7 @@ class SocketMesh:
             connection = key.data
             if connection is None:
                 self._bell.hush()
+                news = True
                 continue
             if events & selectors.EVENT_READ:
                 self._receive(connection)
@@ -151,6 +157,7 @@ class SocketMesh:
             for connection in self._connections.values():
                 if connection.outgoing and not connection.writing:
                     self._send(connection)
+        return len(self._missing) < num_missing and not news
 
     def finish(self) -> tuple[bytes, ...]:
         """End a call that is complete, and return every rank's payload, by rank."""

@@ -10,7 +10,7 @@ from operator import add
 import msgspec
 
 from ragtag.control.observation import Observation, forwards
-from ragtag.control.robust import median, midmean
+from ragtag.control.robust import appended, median, midmean
 from ragtag.control.speed import Speed
 from ragtag.core.values import Plan
 
@@ -59,7 +59,7 @@ def observe_step(cluster: Cluster, seen: Observation) -> Cluster:
     recent, apply_s = list(cluster.recent_apply_s), list(cluster.apply_s)
     for rank, seconds in enumerate(seen.apply_s):
         if 0 < seconds < 1e9:
-            recent[rank] = (*recent[rank], seconds)[-_RECENT:]
+            recent[rank] = appended(recent[rank], seconds, _RECENT)
             apply_s[rank] = midmean(recent[rank])
     return msgspec.structs.replace(
         cluster,
