@@ -34,6 +34,7 @@ def test_defaults():
         "check_loss": True,
         "seed_samples": True,
         "overlap": True,
+        "pull": None,
         "check_replicas_every": 100,
     }
 
@@ -91,6 +92,8 @@ def test_none_can_be_spelt_in_the_file(write):
 
 
 WRONG = [
+    ("pull", 1),
+    ("pull", "yes"),
     ("patience_s", 0),
     ("patience_s", -1.0),
     ("patience_s", float("nan")),

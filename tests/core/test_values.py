@@ -77,13 +77,14 @@ def test_plan_ids_are_equal_exactly_when_plans_are(one, other):
 
 
 def test_plan_id_is_pinned_and_depends_on_every_field():
-    assert PLAN.id == "cd3d381f60ea"
+    assert PLAN.id == "f113152f174f"
     changes = {
         "shares": (8, 4, 4),
         "micro_batch": (4, 5, 3),
         "unit": 2,
         "chunk_weights": (1, 1, 2),
         "reason": "measured",
+        "pulled": (2, 1, 1),
         "epoch": 1,
     }
     assert set(changes) == set(Plan.__struct_fields__)

@@ -77,16 +77,29 @@ def claim_size(remaining: int, part: float) -> int:
     return max(1, int(remaining * part / 2))
 
 
-def accepts(remaining: int, count: int, own_left_s: float, unit_s: Sequence[float], rank: int) -> bool:
+def accepts(
+    *,
+    rank: int,
+    remaining: int,
+    count: int,
+    own_left_s: float,
+    own_unit_s: float,
+    unit_s: Sequence[float],
+    planned_left: Sequence[float],
+) -> bool:
     """Whether `rank` should claim `count` more units, or leave them to faster ranks.
 
-    It declines what it would finish later than the others drain the whole pool, and half a unit of the fastest rank.
-    The fastest rank never declines, so the pool is always drained.
+    It declines what it would finish later than the others are done with their own work and the whole pool, and half a
+    unit of the fastest rank. The fastest rank never declines, so the pool is always drained.
 
     Args:
+        rank: who asks.
         remaining: units left in the pool.
+        count: units it would claim.
         own_left_s: seconds until this rank is done with what it has.
-        unit_s: seconds a unit takes, by rank; 0 for ranks without work.
+        own_unit_s: seconds a unit takes on this rank in this very step.
+        unit_s: seconds a unit usually takes, by rank; 0 for ranks without work.
+        planned_left: units outside the pool that each rank is believed to have still before it.
     """
     if unit_s[rank] <= 0:
         return False
@@ -94,5 +107,7 @@ def accepts(remaining: int, count: int, own_left_s: float, unit_s: Sequence[floa
     fastest = min(working, key=lambda other: (unit_s[other], other))
     if rank == fastest:
         return True
-    others_per_s = sum(1 / unit_s[other] for other in working if other != rank)
-    return own_left_s + count * unit_s[rank] <= remaining / others_per_s + unit_s[fastest] / 2
+    others = [other for other in working if other != rank]
+    others_left = remaining + sum(planned_left[other] for other in others)
+    drained_s = others_left / sum(1 / unit_s[other] for other in others)
+    return own_left_s + count * own_unit_s <= drained_s + unit_s[fastest] / 2

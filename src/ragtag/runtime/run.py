@@ -36,6 +36,9 @@ from ragtag.runtime.work import StepWork
 
 log = logging.getLogger("ragtag")
 
+_LEAST_COMPARED = 8
+"""Steps that must have been compared with their neighbours before noise is believed."""
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -173,7 +176,10 @@ class Run:
         assert self.controller is not None
         speeds = self.controller.speeds
         units = units_per_rank(plan, sum(plan.shares))
-        if not all(speed.level_s > 0 for speed, count in zip(speeds, units) if count):
+        working = [speed for speed, count in zip(speeds, units) if count]
+        # Noise is a guess until some steps were compared with their neighbours; a wanted pool only needs speeds.
+        least = 1 if self.config.pull else _LEAST_COMPARED
+        if not all(speed.level_s > 0 and len(speed.jumps) >= least for speed in working):
             return Pool(pulled=())
         noise = [speed.noise for speed in speeds]
         return choose_pool(plan, units, noise, pulling=bool(self.plan.pulled), wanted=self.config.pull)

@@ -16,7 +16,7 @@ from ragtag.checkpoint.file import load_file, save_file
 from ragtag.comm.rendezvous import connect
 from ragtag.core.config import Config, shares_from_environment
 from ragtag.core.decision import Decision
-from ragtag.core.errors import PeerError, SettingError, did_you_mean
+from ragtag.core.errors import PeerError, RagtagError, SettingError, did_you_mean
 from ragtag.core.values import Plan, StepReport
 from ragtag.emulate.environment import from_environment
 from ragtag.runtime import checks, state
@@ -281,7 +281,7 @@ class Trainer:
             elif not isinstance(error, PeerError):
                 # All ranks raise this one by themselves. The first one to end its script must not do so, and tell,
                 # while another is still waiting for what makes it raise the same.
-                with suppress(PeerError):
+                with suppress(RagtagError):
                     self._group.barrier("ending together")
             raise
 

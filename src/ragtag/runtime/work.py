@@ -5,8 +5,9 @@ whether it is the last one and reduction can overlap with it. A claim is only a 
 (`core/ledger.py`).
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ragtag.comm.group import Group
 from ragtag.comm.work import Work
@@ -35,16 +36,26 @@ class StepWork:
         by_unit: bool,
         pulled: Sequence[int] = (),
         unit_s: Sequence[float] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._ledger, self._group, self._plan, self._by_unit = ledger, group, plan, by_unit
         self._unit_s = unit_s
+        self._clock = clock
         self._pool: list[int] = []
+        self._planned = [len(ledger.todo(rank)) for rank in range(ledger.world_size)]
+        """Units outside the pool, by rank."""
         own = list(ledger.todo(group.rank))
         for rank, count in enumerate(pulled):
             units = ledger.todo(rank)
-            self._pool += units[len(units) - min(count, len(units)) :]
+            count = min(count, len(units))
+            self._pool += units[len(units) - count :]
+            self._planned[rank] -= count
         in_pool = set(self._pool)
-        self._queue: deque[Units] = deque(self._cut([unit for unit in own if unit not in in_pool]))
+        own = [unit for unit in own if unit not in in_pool]
+        # With a pool, the last planned unit goes by itself: the first claim is then decided late, knowing this step's
+        # pace.
+        split = len(own) - 1 if self._pool and len(own) > 1 else len(own)
+        self._queue: deque[Units] = deque([*self._cut(own[:split]), *self._cut(own[split:])])
         self._taken = 0
         """Units of the pool that are known to be claimed by anybody."""
         self._claim: tuple[Work, int] | None = None
@@ -52,15 +63,17 @@ class StepWork:
         """Units claimed that were planned for another rank."""
 
     def __iter__(self) -> Iterator[Units]:
+        started_s = self._clock()
+        done = 0
         if not self._queue:
-            self._claim_ahead(own_left_s=0.0)
+            self._claim_ahead(0, 0.0, done)
             self._receive_claim()
         while self._queue:
             units = self._queue.popleft()
             if not self._queue:
-                left_s = len(units) * self._unit_s[self._group.rank] if self._unit_s else 0.0
-                self._claim_ahead(own_left_s=left_s)
+                self._claim_ahead(len(units), self._clock() - started_s, done)
             yield units
+            done += len(units)
             self._receive_claim()
 
     def is_last(self) -> bool:
@@ -68,14 +81,24 @@ class StepWork:
         self._receive_claim()
         return not self._queue
 
-    def _claim_ahead(self, *, own_left_s: float) -> None:
+    def _claim_ahead(self, current: int, elapsed_s: float, done: int) -> None:
+        """Claim what comes after the `current` units, if that does not make everybody wait for this rank."""
         remaining = len(self._pool) - self._taken
         if remaining <= 0:
             return
         rank = self._group.rank
         per_s = [1 / seconds if seconds > 0 else 0.0 for seconds in self._unit_s]
+        own_unit_s = elapsed_s / done if done else self._unit_s[rank]
         count = claim_size(remaining, per_s[rank] / sum(per_s))
-        while not accepts(remaining, count, own_left_s, self._unit_s, rank):
+        while not accepts(
+            rank=rank,
+            remaining=remaining,
+            count=count,
+            own_left_s=current * own_unit_s,
+            own_unit_s=own_unit_s,
+            unit_s=self._unit_s,
+            planned_left=[max(0.0, units - elapsed_s * speed) for units, speed in zip(self._planned, per_s)],
+        ):
             if count == 1:
                 return
             count //= 2

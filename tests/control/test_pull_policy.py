@@ -50,6 +50,18 @@ def test_a_claim_is_at_least_one_and_at_most_half_of_the_part(remaining, part):
     assert 1 <= claim_size(remaining, part) <= max(1, remaining * part / 2)
 
 
+def accept(remaining, count, own_left_s, unit_s, rank, planned_left=None):
+    return accepts(
+        rank=rank,
+        remaining=remaining,
+        count=count,
+        own_left_s=own_left_s,
+        own_unit_s=unit_s[rank],
+        unit_s=unit_s,
+        planned_left=planned_left or [0.0] * len(unit_s),
+    )
+
+
 def drain(pool, unit_s, factors):
     """Ranks that claim one unit ahead, as the runtime does; returns who computed how many and when each was done."""
     left, counts, ends = pool, [0] * len(unit_s), [0.0] * len(unit_s)
@@ -62,7 +74,7 @@ def drain(pool, unit_s, factors):
         if left <= 0:
             continue
         count = min(left, claim_size(left, per_s[rank] / sum(per_s)))
-        while count and not accepts(left, count, 0.0, unit_s, rank):
+        while count and not accept(left, count, 0.0, unit_s, rank):
             count //= 2
         if count:
             left -= count
@@ -86,7 +98,13 @@ def test_the_pool_is_always_drained_whatever_the_speeds(pool, unit_s, seed):
 
 
 def test_a_slow_rank_leaves_the_last_units_to_the_fast_ones():
-    assert not accepts(1, 1, 0.0, [0.01, 0.01, 1.0], 2)
-    assert accepts(1000, 1, 0.0, [0.01, 0.01, 1.0], 2)
-    assert accepts(1, 1, 5.0, [0.01, 0.01, 1.0], 0), "the fastest never declines"
-    assert not accepts(5, 1, 0.0, [0.01, 0.0], 1), "a rank without work claims nothing"
+    assert not accept(1, 1, 0.0, [0.01, 0.01, 1.0], 2)
+    assert accept(1000, 1, 0.0, [0.01, 0.01, 1.0], 2)
+    assert accept(1, 1, 5.0, [0.01, 0.01, 1.0], 0), "the fastest never declines"
+    assert not accept(5, 1, 0.0, [0.01, 0.0], 1), "a rank without work claims nothing"
+
+
+def test_a_rank_counts_the_work_that_others_have_still_before_them():
+    own_left_s, unit_s = 0.3, [0.04, 0.041]
+    assert not accept(4, 1, own_left_s, unit_s, 1)
+    assert accept(4, 1, own_left_s, unit_s, 1, planned_left=[8.0, 0.0])
