@@ -253,3 +253,12 @@ def test_a_bad_leaf_is_refused_before_anything_is_written(tmp_path):
 def test_a_directory_that_cannot_be_written_is_named(tmp_path, place):
     with pytest.raises(CheckpointError, match=f"cannot write the checkpoint .*{place}"):
         save_file(tmp_path / place, 5)
+
+
+def test_a_flipped_bit_in_the_schema_is_noticed(saved):
+    content = saved.read_bytes()
+    assert content.count(b'"schema":"1"') == 1
+    damaged = saved.with_name("damaged")
+    damaged.write_bytes(content.replace(b'"schema":"1"', b'"schema":"0"'))
+    with pytest.raises(CheckpointError, match="header fails its checksum"):
+        load_file(damaged)

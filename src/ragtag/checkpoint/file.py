@@ -44,7 +44,7 @@ def save_file(path: str | os.PathLike[str], tree: Any) -> None:
         "schema": str(SCHEMA),
         "skeleton": skeleton,
         "checksums": checksums,
-        "skeleton_checksum": str(_text_checksum(skeleton, checksums)),
+        "header_checksum": str(_text_checksum(str(SCHEMA), skeleton, checksums)),
     }
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
@@ -102,8 +102,8 @@ def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> Mapping[str, s
         raise CheckpointError(
             f"the checkpoint {path} has schema {metadata['schema']}, this ragtag reads up to {SCHEMA}. Upgrade ragtag."
         )
-    texts = (metadata.get("skeleton", ""), metadata.get("checksums", ""))
-    if metadata.get("skeleton_checksum") != str(_text_checksum(*texts)):
+    texts = (metadata["schema"], metadata.get("skeleton", ""), metadata.get("checksums", ""))
+    if metadata.get("header_checksum") != str(_text_checksum(*texts)):
         raise CheckpointError(f"the checkpoint {path} is damaged: its header fails its checksum. {_WAY_OUT}")
     return metadata
 
