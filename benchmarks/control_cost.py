@@ -1,6 +1,6 @@
 """What the step's control costs (ledger, timings, vote, replica hash, following speeds) beside a bare loop.
 
-    scripts/bench control_cost [--workers 4] [--rounds 15] [--steps 20] [--compute-ms 50] [--json]
+    scripts/bench control_cost [--workers 4] [--rounds 15] [--steps 20] [--compute-ms 50] [--pinned] [--json]
 
 Compute is a sleep, so that four ranks fit on two cores and only ragtag's own work shows. The bare loop reads the same
 samples through the same loader, sleeps as long, reduces the same bytes over the same ring and steps the same optimizer.
@@ -47,7 +47,10 @@ def worker(arguments: argparse.Namespace) -> None:
     dataset = TensorDataset(torch.zeros(4096, 4))
     config = ragtag.Config(check_replicas_every=20)
     world_size = int(os.environ["WORLD_SIZE"])
-    trainer = ragtag.Trainer(model, optimizer, mean, dataset, global_batch_size=world_size, config=config)
+    shares = (1,) * world_size if arguments.pinned else None
+    trainer = ragtag.Trainer(
+        model, optimizer, mean, dataset, global_batch_size=world_size, shares=shares, config=config
+    )
     group = trainer._group
     model.compute_s = arguments.compute_ms / 1e3
     loader = trainer._run.make_loader(dataset)
@@ -83,6 +86,7 @@ def worker(arguments: argparse.Namespace) -> None:
         costs = [(b - a) / a for a, b in pairs]
         row = {
             "workers": world_size,
+            "pinned": arguments.pinned,
             "bare_step_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
             "ragtag_step_ms": round(statistics.median(b for _, b in pairs) * 1e3, 2),
             "cost_median": round(statistics.median(costs), 4),
@@ -106,6 +110,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--compute-ms", type=float, default=50.0)
+    parser.add_argument(
+        "--pinned", action="store_true", help="pin the shares: timings, vote and hash, no following of speeds"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if "RAGTAG_LAUNCHED" in os.environ:

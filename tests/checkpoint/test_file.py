@@ -167,7 +167,7 @@ def test_a_newer_schema_says_upgrade(saved):
         load_file(with_metadata(saved, lambda metadata: metadata.update(schema="2")))
 
 
-@pytest.mark.parametrize("word", ["format", "schema", "skeleton", "checksums", "skeleton_checksum"])
+@pytest.mark.parametrize("word", ["format", "schema", "skeleton", "checksums", "header_checksum"])
 def test_missing_metadata_is_noticed(saved, word):
     with pytest.raises(CheckpointError, match="changed"):
         load_file(with_metadata(saved, lambda metadata: metadata.pop(word)))
