@@ -204,6 +204,8 @@ class GradientSums:
         norms = [torch.linalg.vector_norm(bucket.flat) for bucket in self.buckets if bucket.flat.numel()]
         if not norms:
             return torch.zeros(())
+        if len(norms) == 1:
+            return norms[0]
         wide = torch.float32 if norms[0].device.type == "mps" else torch.float64
         return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, wide) for norm in norms]))
 
