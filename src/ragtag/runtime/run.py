@@ -115,6 +115,11 @@ class Run:
             )
         return self._gradients
 
+    def ledger_of(self, step: int) -> Ledger:
+        """A new ledger of a step's units, shared out as the plan says."""
+        samples, plan = self.sampler.batch(step).size, self.plan
+        return Ledger(step=step, samples=samples, unit=plan.unit, units_per_rank=units_per_rank(plan, samples))
+
     def work_of(self, ledger: Ledger) -> StepWork:
         """This rank's micro-batches of a step: planned, and pulled where the plan has a pool."""
         unit_s = [] if self.controller is None else [speed.level_s * self.plan.unit for speed in self.controller.speeds]
@@ -123,25 +128,20 @@ class Run:
 
     def read(self, ledger: Ledger, units: Sequence[int]) -> Any:
         """The samples of a micro-batch, collated; units that were pulled are asked for now."""
-        batch = self.sampler.batch(ledger.step)
-        keys = [(ledger.step, unit) for unit in units]
-        for key in keys:
-            if key not in self.loader:
-                self.loader.request(key, batch.epoch, self.sampler.indices(ledger.step, *ledger.span(key[1])))
-        return self.loader.take(keys)
+        self._request(ledger, [unit for unit in units if (ledger.step, unit) not in self.loader])
+        return self.loader.take([(ledger.step, unit) for unit in units])
+
+    def _request(self, ledger: Ledger, units: Sequence[int]) -> None:
+        step = ledger.step
+        epoch = self.sampler.batch(step).epoch
+        for unit in units:
+            self.loader.request((step, unit), epoch, self.sampler.indices(step, *ledger.span(unit)))
 
     def prefetch(self, number: int) -> None:
         """Ask the loader for this rank's units of step `number` and of those after it that it reads ahead."""
         for step in range(max(number, self._requested_through + 1), number + 1 + self.loader.prefetch):
-            batch = self.sampler.batch(step)
-            ledger = Ledger(
-                step=step,
-                samples=batch.size,
-                unit=self.plan.unit,
-                units_per_rank=units_per_rank(self.plan, batch.size),
-            )
-            for unit in ledger.todo(self.group.rank):
-                self.loader.request((step, unit), batch.epoch, self.sampler.indices(step, *ledger.span(unit)))
+            ledger = self.ledger_of(step)
+            self._request(ledger, ledger.todo(self.group.rank))
             self._requested_through = step
 
     def adopt(self, plan: Plan) -> None:
@@ -150,10 +150,7 @@ class Run:
         self.plan = plan
         wanted = set()
         for step in range(self.committed + 1, self._requested_through + 1):
-            batch = self.sampler.batch(step)
-            counts = units_per_rank(plan, batch.size)
-            ledger = Ledger(step=step, samples=batch.size, unit=plan.unit, units_per_rank=counts)
-            wanted |= {(step, unit) for unit in ledger.todo(self.group.rank)}
+            wanted |= {(step, unit) for unit in self.ledger_of(step).todo(self.group.rank)}
         self.loader.keep(wanted)
         self._requested_through = self.committed
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ragtag.control.ballot import Ballot, Outcome, pack, tally, unpack
-from ragtag.control.sharing import units_per_rank
 from ragtag.core.errors import LossError, ModelError, NonFiniteError
 from ragtag.core.ledger import Ledger
 from ragtag.core.mixing import seed_for
@@ -37,9 +36,8 @@ NON_FINITE_LIMIT = 10
 def run_step(run: Run, number: int) -> StepReport:
     """Run and commit step `number`; raises what the user's code raises, or a RagtagError, with nothing applied."""
     started = time.perf_counter()
-    plan, group, sums, buffers = run.plan, run.group, run.gradients(), run.buffers
-    batch = run.sampler.batch(number)
-    ledger = Ledger(step=number, samples=batch.size, unit=plan.unit, units_per_rank=units_per_rank(plan, batch.size))
+    group, sums, buffers = run.group, run.gradients(), run.buffers
+    ledger = run.ledger_of(number)
     run.prefetch(number)
     run.pace.step(number)
     losses = LossSums(run.nature.metric_names, run.device)
@@ -137,7 +135,7 @@ def run_step(run: Run, number: int) -> StepReport:
         },
         grad_norm=grad_norm,
         lr=lr,
-        samples=batch.size,
+        samples=ledger.samples,
         weight=outcome.weight,
         skipped=skipped,
         wall_s=time.perf_counter() - started,

@@ -59,8 +59,6 @@ class StepWork:
         self._taken = 0
         """Units of the pool that are known to be claimed by anybody."""
         self._claim: tuple[Work, int] | None = None
-        self.num_pulled = 0
-        """Units claimed that were planned for another rank."""
 
     def __iter__(self) -> Iterator[Units]:
         started_s = self._clock()
@@ -114,7 +112,6 @@ class StepWork:
         self._taken = first + count
         units = self._pool[first : first + count]
         for unit in units:
-            self.num_pulled += self._ledger.owner(unit) != self._group.rank
             self._ledger.claim(unit, self._group.rank)
         self._queue.extend(self._cut(units))
 
