@@ -1,5 +1,6 @@
 """The pulled tail: gradients exact, every sample once, whoever computes it."""
 
+import os
 import random
 import time
 
@@ -85,3 +86,31 @@ def test_one_process_pulls_from_nobody():
     assert plan.pulled == ()
     assert torch.isfinite(values["0.weight"]).all()
     assert len(reports) == STEPS
+
+
+def slower_second_rank():
+    def loss_fn(model, batch):
+        time.sleep((0.004 if trainer_rank else 0.001) * len(batch[0]))
+        return cases.mean_squares(model, batch)
+
+    trainer_rank = int(os.environ["RANK"])
+    model = cases.mlp()
+    trainer = ragtag.Trainer(
+        model, cases.sgd(model), loss_fn, cases.regression(50), global_batch_size=50, config=ragtag.Config(pull=False)
+    )
+    reports = list(trainer.steps(8))
+    decisions = trainer.decisions
+    trainer.close()
+    return reports, decisions
+
+
+def test_shares_follow_speed_and_each_report_names_the_plan_its_step_ran_under():
+    for reports, decisions in run_ranks(2, slower_second_rank):
+        first = decisions[0]
+        assert first.step < 6
+        before, after = reports[first.step - 1], reports[first.step]
+        assert before.shares == (25, 25)
+        assert before.plan_id != first.plan.id
+        assert after.plan_id == first.plan.id
+        assert after.shares == first.plan.shares
+        assert after.shares[0] > 30

@@ -37,7 +37,7 @@ def run_step(run: Run, number: int) -> StepReport:
     """Run and commit step `number`; raises what the user's code raises, or a RagtagError, with nothing applied."""
     started = time.perf_counter()
     group, sums, buffers = run.group, run.gradients(), run.buffers
-    ledger = run.ledger_of(number)
+    plan_id, ledger = run.plan_id, run.ledger_of(number)
     run.prefetch(number)
     run.pace.step(number)
     losses = LossSums(run.nature.metric_names, run.device)
@@ -80,7 +80,7 @@ def run_step(run: Run, number: int) -> StepReport:
         exposed_s += run.exposed.take()
         ballot = Ballot(
             step=number,
-            plan_hash=int(run.plan_id, 16),
+            plan_hash=int(plan_id, 16),
             attempt=attempt,
             launched_too_early=sums.launched_too_early,
             contents_hash=ledger.contents_hash(group.rank),
@@ -143,7 +143,7 @@ def run_step(run: Run, number: int) -> StepReport:
         compute_s=outcome.compute_s,
         wait_s=outcome.wait_s,
         comm_s=outcome.comm_s,
-        plan_id=run.plan_id,
+        plan_id=plan_id,
         generation=run.generation,
     )
 
