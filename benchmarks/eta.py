@@ -1,12 +1,15 @@
 """eta = samples/s of the cluster / sum of every device's own samples/s, on emulated unequal devices, against stock DDP.
 
-    scripts/bench eta                         # every case; --list names them
-    scripts/bench eta --case quarter --rounds 5
-    scripts/bench eta --quick --json          # the first two cases in under 50 s
+    scripts/bench eta                           # every case; --list names them
+    scripts/bench eta --case quarter,four --rounds 5
+    scripts/bench eta --quick --json            # the first two cases in under 50 s
+    scripts/bench eta --case quarter --peer accelerate
 
 In one run and in the same processes, block by block: each device alone (all at once, no communication), DDP with equal
-batches, DDP with the split set by hand, ragtag with its own shares. Blocks of one round use the same step numbers,
-hence the same random slowdowns. Reported are medians over rounds, with the least and the greatest.
+batches, DDP with the split set by hand, peers likewise, ragtag with its own shares. Blocks of one round use the same
+step numbers, hence the same random slowdowns. Cases in which a device changes are followed step by step by a new
+trainer each round, and compared with what the devices of each step could do alone. Reported are medians over rounds,
+with the least and the greatest.
 
 Forward and backward are paced (40 ms a sample at speed 1, as in the study of ten peers that this is compared with); the
 optimizer takes what it takes. In the -optimizer cases it is paced too: AdamW on this model costs 0.55 of a sample, so
@@ -20,108 +23,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import default_collate
+from unequal.cases import CASES, Case
+from unequal.peers import PEERS
+from unequal.ways import RagtagWay, Way, plain_way, summed_alone, together
 
-import ragtag
-from ragtag.emulate.environment import from_environment
-from ragtag.emulate.solo import plain_step, solo_speed
-from ragtag.examples.byte_gpt import ByteGPT, StandardLibrary, loss_fn
+from ragtag.examples.byte_gpt import StandardLibrary
 
-
-@dataclass(frozen=True)
-class Case:
-    """One emulated cluster."""
-
-    what: str
-    speeds: tuple[float, ...]
-    batch: int
-    by_hand: tuple[int, ...]
-    target: float
-    steps: int = 12
-    emulate: str = "sample_ms = 40"
-    device: str = ""  # further TOML for the last device
-
-
-JITTER = "sample_ms = 40\njitter = 0.3\njitter_per = "
-CASES = {
-    "quarter": Case("speeds 1, 1, 1/4", (1, 1, 0.25), 18, (8, 8, 2), 0.95),
-    "four": Case("speeds 1, 1, 0.5, 0.25", (1, 1, 0.5, 0.25), 44, (16, 16, 8, 4), 0.95, steps=8),
-    "tenth": Case("speeds 1, 1, 0.1", (1, 1, 0.1), 42, (20, 20, 2), 0.93, steps=8),
-    "quarter-optimizer": Case(
-        "the same, optimizer at device speed",
-        (1, 1, 0.25),
-        18,
-        (8, 8, 2),
-        0.95,
-        emulate="sample_ms = 40\noptimizer_ms = 22",
-    ),
-    "four-optimizer": Case(
-        "1, 1, 0.5, 0.25, optimizer likewise",
-        (1, 1, 0.5, 0.25),
-        44,
-        (16, 16, 8, 4),
-        0.95,
-        8,
-        "sample_ms = 40\noptimizer_ms = 22",
-    ),
-    "equal": Case("speeds 1, 1, 1", (1, 1, 1), 24, (8, 8, 8), 0.95),
-    "jitter-step": Case(
-        "30 % log-normal a step", (1, 1, 0.5, 0.25), 44, (16, 16, 8, 4), 0.90, steps=10, emulate=JITTER + '"step"'
-    ),
-    "jitter-micro": Case(
-        "30 % log-normal a micro-batch", (1, 1, 0.5, 0.25), 44, (16, 16, 8, 4), 0.90, 10, JITTER + '"micro_batch"'
-    ),
-}
-
-
-def toml(case: Case) -> str:
-    """The case as a cluster file."""
-    parts = ["[emulate]", case.emulate]
-    for number, speed in enumerate(case.speeds):
-        parts += ["[[device]]", f'name = "device{number}"', f"speed = {speed}"]
-    return "\n".join([*parts, case.device, ""])
-
-
-class Blocks:
-    """One way to train, in blocks of steps; every way has a model, an optimizer and a pace of its own."""
-
-    def __init__(self, rank: int, dataset: StandardLibrary, share: int, weight: float, *, ddp: bool) -> None:
-        torch.manual_seed(0)
-        emulator = from_environment(os.environ, rank)
-        assert emulator is not None
-        self.pace = emulator.pace
-        bare = ByteGPT()
-        self.pace.attach(bare)
-        self.model = DistributedDataParallel(bare) if ddp else bare
-        optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
-        self.dataset, self.share, self.rank = dataset, share, rank
-
-        def weighted(model: torch.nn.Module, batch) -> torch.Tensor:
-            return loss_fn(model, batch) * weight
-
-        self.step = plain_step(self.pace, self.model, optimizer, weighted, self.micro_batches)
-
-    def micro_batches(self, number: int):
-        start = (number * 997 + self.rank * 131) % (len(self.dataset) - self.share)
-        return [(default_collate([self.dataset[start + i] for i in range(self.share)]), self.share)]
-
-    def run(self, steps: int, first: int) -> float:
-        return solo_speed(self.pace, self.step, steps, first_step=first).samples_per_s
-
-
-def make_trainer(dataset: StandardLibrary, batch: int, *, pull: bool | None) -> ragtag.Trainer:
-    """ragtag as a user would start it."""
-    torch.manual_seed(0)
-    model = ByteGPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return ragtag.Trainer(model, optimizer, loss_fn, dataset, global_batch_size=batch, config=ragtag.Config(pull=pull))
+QUICK_STEPS = 3
+PULLED = {"ragtag": None, "ragtag_planned": False, "ragtag_pulled": True}
 
 
 def worker(case: Case, arguments: argparse.Namespace) -> None:
@@ -129,83 +42,118 @@ def worker(case: Case, arguments: argparse.Namespace) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{arguments.meeting}", rank=rank, world_size=world_size)
     dataset = StandardLibrary()
-    equal = -(-case.batch // world_size)
-    hand = case.by_hand[rank]
-    ways = {
-        "ddp_equal": Blocks(rank, dataset, equal, 1.0, ddp=True),
-        "ddp_by_hand": Blocks(rank, dataset, hand, world_size * hand / case.batch, ddp=True),
-    }
-    alone = Blocks(rank, dataset, hand, 1.0, ddp=False)
-    trainers = {"ragtag": make_trainer(dataset, case.batch, pull=None)}
-    if "jitter" in case.emulate:
-        trainers["ragtag_planned_only"] = make_trainer(dataset, case.batch, pull=False)
+    alone = plain_way(case, dataset, rank, wrapped="")
+    measured = measure_script if case.script else measure_blocks
+    result = measured(case, arguments, alone, dataset, rank)
+    if rank == 0:
+        fixed = {"case": arguments.case, "what": case.what, "batch": case.batch, "target": case.target}
+        print(json.dumps({**fixed, "rounds": arguments.rounds, **result}), flush=True)
+    dist.destroy_process_group()
 
-    def together(samples_per_step: int, run) -> float:
-        dist.barrier()
-        started = time.perf_counter()
-        run()
-        dist.barrier()
-        return samples_per_step * arguments.steps / (time.perf_counter() - started)
 
-    reports: dict[str, list[ragtag.StepReport]] = {name: [] for name in trainers}
-    for _ in range(6):  # the pace learns when gradients come; the shares find their place
-        alone.run(1, 1)
-    for way in ways.values():
-        way.run(6, 1)
-    for name, trainer in trainers.items():
-        reports[name] += trainer.steps(12)
+def measure_blocks(
+    case: Case, arguments: argparse.Namespace, alone: Way, dataset: StandardLibrary, rank: int
+) -> dict[str, object]:
+    """Ways in alternating blocks."""
+    steps = arguments.steps or case.steps
+    ways: dict[str, Way] = {}
+    for name in ("ddp", *arguments.peer):
+        ways[f"{name}_equal"] = plain_way(case, dataset, rank, wrapped=name, equal=True)
+        ways[f"{name}_by_hand"] = plain_way(case, dataset, rank, wrapped=name)
+    for name in ("ragtag", *(f"ragtag_{suffix}" for suffix in case.against)):
+        ways[name] = RagtagWay(case, dataset, pull=PULLED[name])
+    equal_steps = min(steps // 2, case.equal_steps or steps)
+    blocks = {name: equal_steps if name.endswith("_equal") else steps for name in ways}
+    for way in (alone, *ways.values()):
+        way.run(arguments.warm_up if isinstance(way, RagtagWay) or way is alone else 1, 1)
     rows = []
     for number in range(arguments.rounds):
-        first = 13 + number * arguments.steps
-        dist.barrier()
-        solo = torch.tensor([alone.run(arguments.steps, first)], dtype=torch.float64)
-        dist.all_reduce(solo)
-        row = {"solo": float(solo)}
+        first = arguments.warm_up + 1 + number * steps
+        row = {"alone": summed_alone(alone, case.by_hand[rank], steps, first)}
         for name, way in ways.items():
-            per_step = case.batch if name != "ddp_equal" else equal * world_size
-            row[name] = together(per_step, lambda way=way, first=first: way.run(arguments.steps, first))
-        for name, trainer in trainers.items():
-            seen = reports[name]
-            row[name] = together(case.batch, lambda t=trainer, seen=seen: seen.extend(t.steps(arguments.steps)))
+            row[name] = together(way, blocks[name], first)
         rows.append(row)
-    honest = torch.tensor([float(way.pace.honest) for way in (alone, *ways.values())]).min().reshape(1)
-    dist.all_reduce(honest, op=dist.ReduceOp.MIN)
-    if rank == 0:
-        result = {
-            "case": arguments.case,
-            "what": case.what,
-            "batch": case.batch,
-            "target": case.target,
-            "rounds": arguments.rounds,
-            "steps": arguments.steps,
-            "shares": list(trainers["ragtag"].plan.shares),
-            "pulled": list(trainers["ragtag"].plan.pulled),
-            "plans": len({report.plan_id for report in reports["ragtag"]}),
-            "honest": bool(honest),
+    plan, reports = ways["ragtag"].trainer.plan, ways["ragtag"].reports  # pyright: ignore[reportAttributeAccessIssue]
+    result: dict[str, object] = {name: spread([row[name] / row["alone"] for row in rows]) for name in ways}
+    if case.compared == "eta":
+        result["figure"] = result["ragtag"]["median"]  # pyright: ignore[reportIndexIssue]
+    else:
+        against = "ragtag_pulled" if "pulled" in case.against else "ragtag"
+        result["compared"] = ratio = spread([row[against] / row[case.compared] for row in rows])
+        result["figure"] = ratio["median"]
+    result |= {"shares": list(plan.shares), "pulled": list(plan.pulled)}
+    result |= {"plans": len({report.plan_id for report in reports}), "honest": honest([alone, *ways.values()])}
+    for way in ways.values():
+        way.close()
+    return result
+
+
+def measure_script(
+    case: Case, arguments: argparse.Namespace, alone: Way, dataset: StandardLibrary, rank: int
+) -> dict[str, object]:
+    """A new trainer each round, followed step by step."""
+    script = case.script
+    assert script is not None
+    alone.run(arguments.warm_up, 1)
+    figures, etas, changes, shares = [], [], [], []
+    for _ in range(arguments.rounds):
+        possible = {
+            number: summed_alone(alone, case.by_hand[rank], 1, number)
+            for number in range(script.first, script.steps + 1, script.stride)
         }
-        for name in (*ways, *trainers):
-            etas = [row[name] / row["solo"] for row in rows]
-            result[name] = {
-                "eta": round(statistics.median(etas), 3),
-                "least": round(min(etas), 3),
-                "greatest": round(max(etas), 3),
-            }
-        result["eta"] = result["ragtag"]["eta"]
-        print(json.dumps(result), flush=True)
-    for trainer in trainers.values():
-        trainer.close()
-    dist.destroy_process_group()
+        way = RagtagWay(case, dataset)
+        dist.barrier()
+        walls = dict(enumerate(way.run(script.steps, 1), start=1))
+        watched = range(script.first, script.steps + 1)
+        first, stride = script.first, script.stride
+        nearest = {number: first + (number - first) // stride * stride for number in watched}
+        could = sum(walls[number] * possible[nearest[number]] for number in watched)
+        etas.append(case.batch * len(watched) / could)
+        if case.compared == "stall":
+            usual = statistics.median(walls[number] for number in watched)
+            figures.append(max(walls[number] for number in range(14, 20)) / usual)
+        else:
+            figures.append(etas[-1])
+        changes.append(len(way.trainer.decisions))
+        shares.append(sorted({report.shares for report in way.reports[script.first :]}))
+        fine = honest([alone, way])
+        way.close()
+    return {
+        "ragtag": spread(etas),
+        "compared": spread(figures),
+        "figure": spread(figures)["median"],
+        "changes": changes,
+        "shares": shares[-1],
+        "honest": fine,
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and greatest."""
+    return {
+        "median": round(statistics.median(values), 3),
+        "least": round(min(values), 3),
+        "greatest": round(max(values), 3),
+    }
+
+
+def honest(ways: list[Way]) -> bool:
+    """Whether the real work fitted into every pace, on every rank."""
+    fine = torch.tensor([float(all(way.pace.honest for way in ways))])
+    dist.all_reduce(fine, op=dist.ReduceOp.MIN)
+    return bool(fine)
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict:
     """Run one case in processes of its own."""
-    case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
         cluster = Path(directory, f"{name}.toml")
-        cluster.write_text(toml(case))
+        cluster.write_text(CASES[name].toml())
         launch = [sys.executable, "-m", "ragtag.cli.main", "launch", "--emulate", str(cluster), __file__]
-        own = ["--case", name, "--rounds", str(arguments.rounds), "--steps", str(arguments.steps or case.steps)]
-        command = [*launch, *own, "--meeting", os.path.join(directory, "meeting")]
+        numbers = {"--rounds": arguments.rounds, "--steps": arguments.steps, "--warm-up": arguments.warm_up}
+        own = ["--case", name, *(word for key, value in numbers.items() for word in (key, str(value)))]
+        peers = [word for peer in arguments.peer for word in ("--peer", peer)]
+        command = [*launch, *own, *peers, "--meeting", os.path.join(directory, "meeting")]
         done = subprocess.run(
             command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=True
         )
@@ -213,28 +161,27 @@ def measure(name: str, arguments: argparse.Namespace) -> dict:
 
 
 def show(row: dict) -> None:
-    """One line a case."""
-    parts = [f"{row['case']:13} {row['what']:30} batch {row['batch']:3}"]
-    parts += [
-        f"{name} {row[name]['eta']:.3f} ({row[name]['least']:.3f}-{row[name]['greatest']:.3f})"
-        for name in ("ddp_equal", "ddp_by_hand", "ragtag_planned_only", "ragtag")
-        if name in row
-    ]
-    parts.append(f"target {row['target']}, shares {row['shares']}, {row['plans']} plans")
-    if row["pulled"]:
-        parts.append(f"pulled {row['pulled']}")
+    """A few words a case."""
+    print(f"{row['case']}: {row['what']}, batch {row['batch']}, {row['rounds']} rounds")
+    for name, value in row.items():
+        if isinstance(value, dict):
+            what = "" if name == "compared" else "eta "
+            print(f"  {name:18} {what}{value['median']:.3f} ({value['least']:.3f}-{value['greatest']:.3f})")
+    print(f"  target {row['target']}, measured {row['figure']:.3f}; shares {row['shares']}")
     if not row["honest"]:
-        parts.append("(the machine was too busy: real compute did not fit into the pace)")
-    print("  ".join(parts), flush=True)
+        print("  the machine was too busy: real work did not fit into the pace")
+    sys.stdout.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=sorted(CASES))
+    parser.add_argument("--case", help="one, or several with commas between")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0, help="steps of a block; 0: as the case says")
-    parser.add_argument("--quick", action="store_true", help="the first two cases, few rounds")
+    parser.add_argument("--warm-up", type=int, default=12, help="steps in which paces and shares find their place")
+    parser.add_argument("--quick", action="store_true", help="the first two cases, one short round")
+    parser.add_argument("--peer", action="append", default=[], choices=sorted(PEERS), help="put a peer beside it")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -243,11 +190,18 @@ def main() -> None:
         return
     if arguments.list:
         for name, case in CASES.items():
-            print(f"{name:13} {case.what}, batch {case.batch}")
+            print(f"{name:18} {case.what}, batch {case.batch}")
         return
-    names = [arguments.case] if arguments.case else list(CASES)
+    names = arguments.case.split(",") if arguments.case else list(CASES)
+    for name in names:
+        if name not in CASES:
+            parser.error(f"there is no case '{name}'; --list names them")
+    for name in list(arguments.peer):
+        if why := PEERS[name].why_not():
+            print(f"{name} skipped: {why}", file=sys.stderr)
+            arguments.peer.remove(name)
     if arguments.quick:
-        names, arguments.rounds, arguments.steps = names[:2], 1, 6
+        names, arguments.rounds, arguments.steps, arguments.warm_up = names[:2], 1, QUICK_STEPS, 5
     rows = []
     for name in names:
         rows.append(measure(name, arguments))

@@ -40,6 +40,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Relative to a device of speed 1, which takes `Emulation.sample_s` for forward and backward of a sample."""
     memory_bytes: int | None = None
     """None: not known, not limited."""
+    cpu_percent: float | None = None
+    """Quota of CPU time of its process, in percent of one core; None: not limited."""
     price_per_hour: float = 0.0
     count: int = 1
     drift: tuple[DriftPoint, ...] = ()

@@ -240,6 +240,7 @@ _DEVICE: _Fields = {
     "kind": ("kind", _text),
     "speed": ("speed", _number(above=0)),
     "memory": ("memory_bytes", _quantity(parse_bytes, "24GB")),
+    "cpu_percent": ("cpu_percent", _number(above=0)),
     "price_per_hour": ("price_per_hour", _number()),
     "count": ("count", _whole(1)),
     "drift": ("drift", _drift),

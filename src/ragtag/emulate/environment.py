@@ -20,6 +20,7 @@ from ragtag.emulate.link import LimitedTransport, queues_to_peers
 from ragtag.emulate.link_queue import LinkQueue, LocalQueue, SharedQueue, can_share
 from ragtag.emulate.memory import MemoryCap, MemoryLimit, NoMemoryLimit
 from ragtag.emulate.pace import DevicePace, NoPace, Pace
+from ragtag.emulate.quota import hold_to
 from ragtag.emulate.schedule import DeviceSchedule
 
 VARIABLE = "RAGTAG_EMULATE"
@@ -28,17 +29,23 @@ VARIABLE = "RAGTAG_EMULATE"
 def from_environment(environ: Mapping[str, str], rank: int) -> "Emulator | None":
     """Return the emulator of `rank`, or None where RAGTAG_EMULATE is unset or empty.
 
+    A device with a CPU quota puts this process under it from now on.
+
     Raises:
         SettingError: the file is not valid, it has fewer devices than ranks, or it asks for speeds without a pace.
+        QuotaError: this machine does not let us set CPU quotas.
     """
     path = environ.get(VARIABLE, "").strip()
     if not path:
         return None
     run = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
     try:
-        return Emulator(load_cluster(path), rank, run=run)
+        emulator = Emulator(load_cluster(path), rank, run=run)
+        if emulator.device.cpu_percent is not None:
+            hold_to(emulator.device.cpu_percent)
     except SettingError as error:
         raise SettingError(f"{error} (from the environment variable {VARIABLE} = '{path}')") from None
+    return emulator
 
 
 class Emulator:
@@ -103,6 +110,8 @@ class Emulator:
         changes = [name for name in ("drift", "flip", "stall") if getattr(device, name)]
         if changes:
             parts.append(f"with {' and '.join(changes)}")
+        if device.cpu_percent is not None:
+            parts.append(f"{device.cpu_percent:g} % of a core")
         if device.memory_bytes is not None:
             parts.append(f"memory {format_bytes(device.memory_bytes)}")
         for link in self.cluster.links:

@@ -12,6 +12,7 @@ import atexit
 import os
 import time
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from ragtag.core.errors import RagtagError, SettingError
@@ -94,6 +95,12 @@ class CpuQuota:
     def __exit__(self, *error: object) -> None:
         """Leave."""
         self.leave()
+
+
+@lru_cache(maxsize=1)
+def hold_to(percent: float) -> CpuQuota:
+    """Put this process under a quota until its end; asked again for the same, it stays where it is."""
+    return CpuQuota(percent)
 
 
 def why_no_quota(root: Path = Path("/sys/fs/cgroup")) -> str:

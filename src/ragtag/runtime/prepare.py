@@ -136,7 +136,7 @@ def prepare(
     pace.attach(model)
     memory.attach(model, optimizer)
     if emulator is not None:
-        log.info("rank %d pretends to be %s", group.rank, emulator.describe())
+        log.info("%s", emulator.describe())
     return Run(
         model=model,
         optimizer=optimizer,
