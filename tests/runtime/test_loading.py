@@ -111,7 +111,8 @@ def adopting(folder, num_workers):
             plan = msgspec.structs.replace(
                 trainer.plan, shares=ALL_SHARES[epoch], micro_batch=(10, 10), epoch=epoch, reason="test"
             )
-            trainer._run.adopt(plan)
+            trainer._run.plan = plan
+            trainer._run.keep_prefetched()
     trainer.close()
     with open(dataset.path) as file:
         read = [int(line) for line in file]

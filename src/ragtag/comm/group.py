@@ -75,6 +75,14 @@ class Group(Protocol):
         """Queue a claim of `count` units from the pool of `step`; the work's result is how many were claimed before."""
         ...
 
+    def post(self, name: str) -> Work:
+        """Queue a note for all ranks, called `name`, without waiting for any of them."""
+        ...
+
+    def posted(self, name: str) -> Work:
+        """Queue a look whether any rank has posted `name`; the work's result says so."""
+        ...
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""
         ...
@@ -139,6 +147,14 @@ class SoloGroup:
     def claim(self, step: int, count: int) -> Work:
         """Refuse: there is nobody to pull work from."""
         raise AssertionError("one rank has all the work already")
+
+    def post(self, name: str) -> Work:
+        """Refuse: there is nobody to read it."""
+        raise AssertionError("one rank has nobody to tell")
+
+    def posted(self, name: str) -> Work:
+        """Refuse: there is nobody to post it."""
+        raise AssertionError("one rank is told nothing")
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Do nothing."""

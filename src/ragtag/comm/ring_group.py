@@ -144,8 +144,6 @@ class RingGroup:
     def claim(self, step: int, count: int) -> Work:
         """Queue a claim of `count` of the units that `step` lets ranks pull; its result is how many were claimed
         before."""
-        if self._claims is None:
-            self._claims = Channel("claims", self._bell.condition)
 
         def job() -> int:
             first = self._claims_store.add(f"claimed/{step}", count) - count
@@ -153,6 +151,19 @@ class RingGroup:
                 self._claims_store.delete_key(f"claimed/{step - 2}")  # everybody has voted on that step
             return first
 
+        return self._on_claims(job)
+
+    def post(self, name: str) -> Work:
+        """Queue a note for all ranks, called `name`, without waiting for any of them."""
+        return self._on_claims(lambda: self._claims_store.set(f"posted/{name}", "1"))
+
+    def posted(self, name: str) -> Work:
+        """Queue a look whether any rank has posted `name`; the work's result says so."""
+        return self._on_claims(lambda: self._claims_store.check([f"posted/{name}"]))
+
+    def _on_claims(self, job: Callable[[], Any]) -> Work:
+        if self._claims is None:
+            self._claims = Channel("claims", self._bell.condition)
         return self._claims.submit(job)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:

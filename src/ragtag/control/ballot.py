@@ -13,7 +13,7 @@ import msgspec
 
 from ragtag.core.errors import DisagreementError
 
-_FIXED = struct.Struct("<qQqIIq7d")
+_FIXED = struct.Struct("<qQqIIIq7d")
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,8 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     """How often this step has been reduced before."""
     launched_too_early: bool = False
     """A gradient arrived after its bucket had left: everybody must reduce again."""
+    absent: bool = False
+    """Cast in the name of a rank that has not come back from its data or its forward: others are to do its work."""
     contents_hash: int
     """Sum of hashed unit ids in this rank's sum, mod 2**32."""
     samples: int
@@ -47,7 +49,7 @@ def pack(ballot: Ballot) -> bytes:
     """Encode a ballot; the length depends only on the numbers of metrics and parameters, equal on all ranks."""
     b = ballot
     fixed = _FIXED.pack(
-        b.step, b.plan_hash, b.attempt, int(b.launched_too_early), b.contents_hash, b.samples,
+        b.step, b.plan_hash, b.attempt, int(b.launched_too_early), int(b.absent), b.contents_hash, b.samples,
         b.weight, b.loss_total, b.norm, b.compute_s, b.exposed_s, b.data_s, b.apply_s,
     )  # fmt: skip
     return fixed + struct.pack(f"<{len(b.metrics)}d", *b.metrics) + b.has_gradient
@@ -55,13 +57,14 @@ def pack(ballot: Ballot) -> bytes:
 
 def unpack(data: bytes, *, num_metrics: int) -> Ballot:
     """Decode what `pack` encoded."""
-    step, plan_hash, attempt, early, contents, samples, *numbers = _FIXED.unpack_from(data)
+    step, plan_hash, attempt, early, absent, contents, samples, *numbers = _FIXED.unpack_from(data)
     weight, loss_total, norm, compute_s, exposed_s, data_s, apply_s = numbers
     return Ballot(
         step=step,
         plan_hash=plan_hash,
         attempt=attempt,
         launched_too_early=bool(early),
+        absent=bool(absent),
         contents_hash=contents,
         samples=samples,
         weight=weight,
@@ -80,6 +83,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do with the step, the same everywhere."""
 
     reduce_again: bool = False
+    incomplete: bool = False
+    """What the absent ranks have not computed is in no sum: the others compute it, and all reduce again."""
+    absent: frozenset[int] = frozenset()
+    """Ranks that were stood in for."""
     finite: bool = True
     weight: float
     loss_total: float
@@ -99,8 +106,8 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
     for slower ranks.
 
     Raises:
-        DisagreementError: the ranks are not voting on the same step and plan, a unit is missing or counted twice, a
-            weight is negative, or norms differ by more than rounding.
+        DisagreementError: the ranks are not voting on the same step and plan, a unit is missing although no rank is
+            absent, or counted twice, a weight is negative, or norms differ by more than rounding.
     """
     first = ballots[0]
     for rank, ballot in enumerate(ballots):
@@ -113,7 +120,8 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
         if ballot.weight < 0:
             raise _for_all(f"rank {rank} has a negative total weight {ballot.weight} in step {first.step}.")
     held = sum(ballot.contents_hash for ballot in ballots) % 2**32
-    if held != expected_hash:
+    absent = frozenset(rank for rank, ballot in enumerate(ballots) if ballot.absent)
+    if held != expected_hash and not absent:
         raise _for_all(
             f"the gradient sums of step {first.step} do not hold every sample exactly once "
             f"(contents {held:#010x}, expected {expected_hash:#010x}); the step was not applied."
@@ -135,6 +143,8 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
         bits |= int.from_bytes(ballot.has_gradient, "little")
     return Outcome(
         reduce_again=any(ballot.launched_too_early for ballot in ballots),
+        incomplete=held != expected_hash,
+        absent=absent,
         finite=finite,
         weight=weight,
         loss_total=loss_total,

@@ -67,6 +67,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     pull: Annotated[bool, Meta(description="True, False or None")] | None = None
     """Whether ranks that run dry take work from others inside a step; None: when speeds vary enough for it to pay."""
 
+    cover_stalls: Annotated[bool, Meta(description="True or False")] = True
+    """Where shares follow speed, let the others do the work of a rank whose loader or forward does not come back."""
+
     check_replicas_every: Annotated[int, Meta(ge=0, description="a whole number of steps; 0 means never")] = 100
     """Steps between comparisons of the ranks' parameters by hash; 0: never."""
 

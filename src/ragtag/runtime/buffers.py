@@ -32,7 +32,8 @@ class UnitBuffers:
             now = self.values()
             size = sum(buffer.numel() for buffer in now) + 1
             self._change = torch.zeros(size, dtype=statistics_dtype(now[0].device), device=now[0].device)
-            self._mirror = HostMirror(self._change, travels=group.world_size > 1)
+            self._sum = torch.zeros_like(self._change)
+            self._mirror = HostMirror(self._sum, travels=group.world_size > 1)
 
     def values(self) -> list[torch.Tensor]:
         """The buffers as they are now."""
@@ -69,8 +70,9 @@ class UnitBuffers:
         self._change[-1] += num_samples
 
     def launch(self) -> None:
-        """Start summing the changes over ranks."""
+        """Start summing the changes over ranks; the own ones stay, so it can be done again."""
         if self.names:
+            self._sum.copy_(self._change)
             self._mirror.send()
             self._work = self._group.all_reduce(self._mirror.host, ready=self._mirror.ready)
 
@@ -81,13 +83,23 @@ class UnitBuffers:
             self._mirror.receive()
             self._work = None
 
+    def zeros(self) -> list[torch.Tensor]:
+        """What a rank adds that has computed nothing: one host tensor, or none where no buffer changes."""
+        return [torch.zeros_like(self._mirror.host)] if self.names else []
+
+    def accept(self, changes: Sequence[torch.Tensor]) -> None:
+        """Begin a step whose reduced `changes` are known already."""
+        self.begin()
+        for change in changes:
+            self._sum.copy_(change)
+
     @torch.no_grad()
     def commit(self) -> None:
         """Write the merged values."""
         if not self.names:
             return
         self.begin_unit()
-        mean = self._change[:-1] / self._change[-1]
+        mean = self._sum[:-1] / self._sum[-1]
         offset = 0
         for buffer, start in zip(self._buffers, self._start):
             change = mean[offset : offset + buffer.numel()].view(buffer.shape)

@@ -84,6 +84,12 @@ class GradientSums:
             for index, parameter in enumerate(self._parameters)
         ]
 
+    @property
+    def fingerprint(self) -> str:
+        """What is summed: number of parameters and of their elements."""
+        elements = sum(parameter.numel() for parameter in self._parameters)
+        return f"{len(self._parameters)} parameters, {elements} elements"
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
@@ -165,8 +171,11 @@ class GradientSums:
             if sources:
                 torch._foreach_copy_(targets, sources)
         bucket.mirror.send()
-        wire = self._wire if bucket.flat.dtype == torch.float32 else None  # fp64 is not asked for to be rounded
+        wire = self._wire_of(bucket)
         bucket.work = self._group.all_reduce(bucket.mirror.host, wire=wire, ready=bucket.mirror.ready)
+
+    def _wire_of(self, bucket: Bucket) -> Wire | None:
+        return self._wire if bucket.flat.dtype == torch.float32 else None  # fp64 is not asked for to be rounded
 
     def launch_rest(self) -> None:
         """Launch every bucket that the hooks have not launched: unused parameters, ranks without samples."""
@@ -174,9 +183,9 @@ class GradientSums:
         while self._next < len(self.buckets):
             self._launch_next()
 
-    def launch_again(self) -> None:
-        """Reduce once more from the own sums, without overlap from now on."""
-        self._overlap = False
+    def launch_again(self, *, overlap: bool) -> None:
+        """Reduce once more from the own sums; without `overlap`, from now on only after backward."""
+        self._overlap = self._overlap and overlap
         self._reset_launch()
         self.launch_rest()
 
@@ -187,9 +196,27 @@ class GradientSums:
             self._group.wait(bucket.work, "reducing gradients")
             bucket.mirror.receive()
 
+    def zeros(self) -> list[torch.Tensor]:
+        """Host tensors of zeros like the buckets: what a rank adds that has computed nothing."""
+        return [torch.zeros_like(bucket.mirror.host) for bucket in self.buckets]
+
+    def launch_flats(self, flats: Sequence[torch.Tensor]) -> list[Work]:
+        """Start reducing `flats` in place of the buckets, in their order."""
+        return [self._group.all_reduce(flat, wire=self._wire_of(bucket)) for flat, bucket in zip(flats, self.buckets)]
+
+    def accept(self, flats: Sequence[torch.Tensor]) -> None:
+        """Take the reduced `flats` for the buckets' sums."""
+        for flat, bucket in zip(flats, self.buckets):
+            bucket.flat.copy_(flat)
+
     def own_sum(self, index: int) -> torch.Tensor | None:
         """This rank's own gradient sum of one parameter, or None if it had none."""
         return self._own[index] if self._wide[index] else self._parameters[index].grad
+
+    def non_finite(self) -> list[str]:
+        """Names of parameters whose own sum is not finite (slow path, reads the device)."""
+        sums = ((name, self.own_sum(index)) for index, name in enumerate(self.names))
+        return [name for name, own in sums if own is not None and not bool(torch.isfinite(own).all())]
 
     def has_gradient(self) -> bytes:
         """One bit per parameter, least significant first: did this rank see a gradient for it."""

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from ragtag.comm.group import Group
+from ragtag.control.absence import units_without
 from ragtag.control.ballot import Ballot
 from ragtag.control.controller import Controller
 from ragtag.control.observation import observe_ballots
@@ -76,9 +77,15 @@ class Run:
     non_finite_steps: int = 0
     generation: int = 0
     apply_s: float = 0.0
+    absent: frozenset[int] = frozenset()
+    """Ranks that were stood in for in the last step agreed on, and have no work in the next."""
     _gradients: GradientSums | None = None
     _requested_through: int = 0
     _trainable: list[int] = field(default_factory=list)
+    _prefetched_for: tuple[Plan, frozenset[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prefetched_for = (self.plan, self.absent)
 
     @property
     def loss_factor(self) -> float:
@@ -115,10 +122,16 @@ class Run:
             )
         return self._gradients
 
+    @property
+    def gradients_in_use(self) -> GradientSums | None:
+        """Those of the last step that was begun."""
+        return self._gradients
+
     def ledger_of(self, step: int) -> Ledger:
         """A new ledger of a step's units, shared out as the plan says."""
         samples, plan = self.sampler.batch(step).size, self.plan
-        return Ledger(step=step, samples=samples, unit=plan.unit, units_per_rank=units_per_rank(plan, samples))
+        units = units_without(plan, samples, self.absent)
+        return Ledger(step=step, samples=samples, unit=plan.unit, units_per_rank=units)
 
     def work_of(self, ledger: Ledger) -> StepWork:
         """This rank's micro-batches of a step: planned, and pulled where the plan has a pool."""
@@ -144,10 +157,12 @@ class Run:
             self._request(ledger, ledger.todo(self.group.rank))
             self._requested_through = step
 
-    def adopt(self, plan: Plan) -> None:
-        """Switch to another plan at a step boundary; what is prefetched and still ours is kept."""
-        assert plan.unit == self.plan.unit, "the unit is the run's, whatever the plan"
-        self.plan = plan
+    def keep_prefetched(self) -> None:
+        """After a change of who has which units, at a step boundary: keep what was prefetched and is still ours."""
+        plan, absent = self._prefetched_for
+        if plan is self.plan and absent == self.absent:
+            return
+        self._prefetched_for = (self.plan, self.absent)
         wanted = set()
         for step in range(self.committed + 1, self._requested_through + 1):
             wanted |= {(step, unit) for unit in self.ledger_of(step).todo(self.group.rank)}
@@ -155,7 +170,8 @@ class Run:
         self._requested_through = self.committed
 
     def follow_speeds(self, ballots: Sequence[Ballot]) -> None:
-        """Let the controller see a committed step, and switch to the plan it decides on, the same on every rank."""
+        """Let the controller see a step that was agreed on, and switch to the plan it decides on, the same on every
+        rank."""
         if self.controller is None:
             return
         decision = self.controller.observe(observe_ballots(ballots, self.controller.plan))
@@ -166,8 +182,9 @@ class Run:
             log.info("step %d: %s", decision.step, decision.reason)
         if self.group.rank == 0 and pool.pulled and not self.plan.pulled:
             log.info("step %d: %s", ballots[0].step, pool.reason)
+        assert plan.unit == self.plan.unit, "the unit is the run's, whatever the plan"
         if plan != self.plan:
-            self.adopt(plan)
+            self.plan = plan
 
     def _choose_pool(self, plan: Plan) -> Pool:
         assert self.controller is not None

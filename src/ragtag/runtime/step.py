@@ -4,114 +4,98 @@ Take this rank's units from the ledger, add up the sums of their losses and grad
 backward still runs, vote, and only then touch the parameters.
 """
 
-import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from ragtag.control.ballot import Ballot, Outcome, pack, tally, unpack
-from ragtag.core.errors import LossError, ModelError, NonFiniteError
-from ragtag.core.ledger import Ledger
+from ragtag.core.errors import LossError, ModelError
 from ragtag.core.mixing import seed_for
 from ragtag.core.values import StepReport
 from ragtag.runtime.batches import to_device
 from ragtag.runtime.device import copies_asynchronously
 from ragtag.runtime.loss import Loss, as_loss, require_gradient
-from ragtag.runtime.loss_sums import LossSums
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.random_watch import RandomWatch
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
 from ragtag.runtime.run import Run
-
-log = logging.getLogger("ragtag")
-
-NON_FINITE_LIMIT = 10
-"""Steps in a row that may be skipped for non-finite values before the run ends, fp16 back-off aside."""
+from ragtag.runtime.settling import NoSums, Settling, Units
+from ragtag.runtime.stand_in import Cover, StoodIn
+from ragtag.runtime.work import StepWork
 
 
-def run_step(run: Run, number: int) -> StepReport:
-    """Run and commit step `number`; raises what the user's code raises, or a RagtagError, with nothing applied."""
-    started = time.perf_counter()
-    group, sums, buffers = run.group, run.gradients(), run.buffers
-    plan_id, ledger = run.plan_id, run.ledger_of(number)
-    run.prefetch(number)
-    run.pace.step(number)
-    losses = LossSums(run.nature.metric_names, run.device)
-    sums.begin()
-    buffers.begin()
+def run_step(run: Run, number: int, cover: Cover) -> StepReport:
+    """Run and commit step `number`; raises what the user's code raises, or a RagtagError, with nothing applied.
 
-    # 1. Own work: the sum of losses and gradients over the units the ledger says are ours.
-    data_s = 0.0
-    work = run.work_of(ledger)
+    `cover` stands in for this rank's thread where it stalls in its data or its forward.
+    """
+    started_s = time.perf_counter()
+    settling = cover.settled(number)
+    if settling is None:
+        # 1. Own work: the sum of losses and gradients over the units the ledger says are ours.
+        settling = Settling(run, number)
+        cover.begin_step(number)
+        run.prefetch(number)
+        run.pace.step(number)
+        try:
+            with cover.covering(settling):
+                work = run.work_of(settling.ledger)
+                compute(settling, work, cover)
+        except StoodIn:
+            run.stopwatch.forget()
+            settling = cover.settled(number)
+            assert settling is not None, "who stands in for a step settles it"
+
+    # 2. Reduce and vote, until everybody holds the same sum of everything.
+    if settling.outcome is None:
+        in_hand = settling
+        settling.settle(lambda units: compute(in_hand, units, cover))
+
+    # 3. Apply it, or skip it, everywhere alike.
+    report = _apply(settling, started_s)
+    cover.finished(report.wall_s)
+    return report
+
+
+def compute(settling: Settling, work: Iterable[Units], cover: Cover) -> None:
+    """Add micro-batches to this rank's sums."""
+    run, ledger, number = settling.run, settling.ledger, settling.number
+    group, sums, losses = run.group, run.gradients(), settling.losses
     for units in work:
+        num_samples = ledger.span(units[-1])[1] - ledger.span(units[0])[0]
+        cover.begin_micro_batch(num_samples)
         group.note(number, "reading data")
-        waited = time.perf_counter()
+        waited_s = time.perf_counter()
         data = run.read(ledger, units)
-        data_s += time.perf_counter() - waited
+        data_s = time.perf_counter() - waited_s
         group.note(number, "forward and backward")
         run.stopwatch.start()
-        num_samples = ledger.span(units[-1])[1] - ledger.span(units[0])[0]
         paced = run.pace.forward_backward(num_samples)
         with _random_numbers_of(run, number, units[0]), paced, run.memory.forward_backward():
             loss = _forward(run, number, data, num_samples)
+            cover.begin_backward()
+            run.buffers.end_forward(num_samples)
             losses.add(loss, units)
-            sums.begin_backward(last=work.is_last())
+            sums.begin_backward(last=isinstance(work, StepWork) and work.is_last())
             if loss.total.requires_grad:
-                (loss.total * run.loss_factor).backward()
+                (loss.total * settling.loss_factor).backward()
         run.stopwatch.stop()
+        settling.data_s += data_s
         ledger.record_sum(group.rank, units)
 
-    # 2. Reduce and vote; again, without overlap, if a gradient came after its bucket had left.
-    group.note(number, "reducing gradients")
-    run.exposed.start()
-    sums.launch_rest()
-    buffers.launch()
-    attempt, compute_s, exposed_s = 0, 0.0, 0.0
-    while True:
-        sums.wait()
-        buffers.wait()
-        run.exposed.stop()
-        (total, weight, *metrics), (norm, lr) = losses.numbers(sums.norm(), run.lr)  # the step's one synchronisation
-        compute_s += run.stopwatch.take()
-        exposed_s += run.exposed.take()
-        ballot = Ballot(
-            step=number,
-            plan_hash=int(plan_id, 16),
-            attempt=attempt,
-            launched_too_early=sums.launched_too_early,
-            contents_hash=ledger.contents_hash(group.rank),
-            samples=ledger.summed_samples(group.rank),
-            weight=weight,
-            loss_total=total,
-            norm=norm,
-            compute_s=compute_s,
-            exposed_s=exposed_s,
-            data_s=data_s,
-            apply_s=run.apply_s,
-            metrics=tuple(metrics),
-            has_gradient=sums.has_gradient(),
-        )
-        ballots = [unpack(data, num_metrics=len(metrics)) for data in group.exchange(pack(ballot))]
-        outcome = tally(ballots, expected_hash=ledger.expected_hash)
-        if not outcome.reduce_again:
-            break
-        attempt += 1
-        log.info(
-            "step %d: a gradient came after its bucket had left; reducing again, from now on after backward", number
-        )
-        run.exposed.start()
-        sums.launch_again()
 
-    # 3. Everybody holds the same sum: apply it, or skip it, everywhere alike.
-    applying = time.perf_counter()
-    factor = 1 / (run.loss_factor * outcome.weight) if outcome.weight else math.nan
+def _apply(settling: Settling, started_s: float) -> StepReport:
+    """Touch parameters, optimizer, scheduler and buffers, or none of them."""
+    run, number, outcome, ballots = settling.run, settling.number, settling.outcome, settling.ballots
+    assert outcome is not None
+    sums, buffers = run.gradients(), run.buffers
+    applying_s = time.perf_counter()
+    if isinstance(settling.sums, NoSums):
+        settling.sums.hand_over()
+    factor = 1 / (settling.loss_factor * outcome.weight) if outcome.weight else math.nan
     grad_norm = outcome.norm * factor
-    skipped = _reason_to_skip(run, number, ledger, losses, outcome)
-    if skipped:
+    if settling.skipped:
         buffers.roll_back()
         sums.begin()
     else:
@@ -122,10 +106,11 @@ def run_step(run: Run, number: int) -> StepReport:
             run.step_scheduler(outcome.loss_total / outcome.weight)
             buffers.commit()
     run.committed = number
-    run.apply_s = time.perf_counter() - applying
-    run.check_replicas(number)
+    run.apply_s = time.perf_counter() - applying_s
+    if not outcome.absent:  # whoever is absent has not applied it yet
+        run.check_replicas(number)
     run.loader.keep(lambda key: key[0] > number)  # what others have pulled from us
-    run.follow_speeds(ballots)
+    run.keep_prefetched()
     return StepReport(
         number=number,
         loss=outcome.loss_total / outcome.weight if outcome.weight else math.nan,
@@ -134,16 +119,16 @@ def run_step(run: Run, number: int) -> StepReport:
             for name, value in zip(run.nature.metric_names, outcome.metrics)
         },
         grad_norm=grad_norm,
-        lr=lr,
-        samples=ledger.samples,
+        lr=settling.lr,
+        samples=settling.ledger.samples,
         weight=outcome.weight,
-        skipped=skipped,
-        wall_s=time.perf_counter() - started,
+        skipped=settling.skipped,
+        wall_s=time.perf_counter() - started_s,
         shares=tuple(ballot.samples for ballot in ballots),
         compute_s=outcome.compute_s,
         wait_s=outcome.wait_s,
         comm_s=outcome.comm_s,
-        plan_id=plan_id,
+        plan_id=settling.plan_id,
         generation=run.generation,
     )
 
@@ -171,7 +156,6 @@ def _forward(run: Run, step: int, data: Any, num_samples: int) -> Loss:
     batch = to_device(data, run.device, non_blocking=copies_asynchronously(run.device))
     with autocast(run.device_precision, run.device):
         loss = as_loss(run.loss_fn(run.model, batch), num_samples=num_samples)
-    run.buffers.end_forward(num_samples)
     if tuple(sorted(loss.metrics)) != run.nature.metric_names:
         raise LossError(
             f"loss_fn returned the metrics {sorted(loss.metrics)} in step {step}, but "
@@ -184,46 +168,3 @@ def _forward(run: Run, step: int, data: Any, num_samples: int) -> Loss:
 def _clip_coefficient(grad_norm: float, clip_norm: float | None) -> float:
     """As `torch.nn.utils.clip_grad_norm_`, computed once from the norm that all ranks share."""
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (grad_norm + 1e-6))
-
-
-def _reason_to_skip(run: Run, step: int, ledger: Ledger, losses: LossSums, outcome: Outcome) -> str:
-    """Why no rank applies this step, or an empty string. Ends the run after ten non-finite steps in a row."""
-    if outcome.finite and outcome.weight == 0:
-        return "the step's total weight is 0: nothing to average over"
-    explained = run.loss_scale.update(finite=outcome.finite)
-    if outcome.finite:
-        run.non_finite_steps = 0
-        return ""
-    if explained:
-        return f"fp16 overflow: loss scale lowered to {run.loss_scale.value:g}"
-    reason, origin = _find_non_finite(run, step, ledger, losses)
-    run.non_finite_steps += 1
-    if run.non_finite_steps == 1:
-        run.warn(f"step {step} skipped: {reason}")
-    if run.non_finite_steps >= NON_FINITE_LIMIT:
-        error = NonFiniteError(f"{NON_FINITE_LIMIT} steps in a row were skipped, the last one, {step}: {reason}")
-        error.origin_rank = origin
-        raise error
-    return reason
-
-
-def _find_non_finite(run: Run, step: int, ledger: Ledger, losses: LossSums) -> tuple[str, int]:
-    """Ask all ranks whose loss or gradient it was (slow path): a text that names rank and samples, and the rank."""
-    sums = run.gradients()
-    samples: list[int] = []
-    for units in losses.non_finite_units():
-        start, stop = ledger.span(units[0])[0], ledger.span(units[-1])[1]
-        samples.extend(run.sampler.indices(step, start, stop))
-    bad_gradients = [
-        name
-        for index, name in enumerate(sums.names)
-        if (own := sums.own_sum(index)) is not None and not bool(torch.isfinite(own).all())
-    ]
-    answers = run.group.gather(f"non-finite in step {step}", [samples[:8], bad_gradients[:3]])
-    for rank, (indices, names) in enumerate(answers):
-        if indices or names:
-            where = f"rank {rank} ({run.group.hosts[rank]})"
-            what = "loss" if indices else "gradient"
-            of = f" of samples {', '.join(map(str, indices))}" if indices else f" of '{names[0]}'"
-            return f"non-finite {what}{of} on {where}", rank
-    return "the sum over ranks is not finite, although every rank's own part is", 0

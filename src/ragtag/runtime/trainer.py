@@ -24,6 +24,7 @@ from ragtag.runtime.evaluation import Evaluation, evaluate
 from ragtag.runtime.loader import UnitLoader, check_dataset
 from ragtag.runtime.prepare import prepare
 from ragtag.runtime.script import ScriptPosition
+from ragtag.runtime.stand_in import Cover, NoCover, StandIn
 from ragtag.runtime.step import run_step
 
 log = logging.getLogger("ragtag")
@@ -109,6 +110,9 @@ class Trainer:
                 emulator=emulator,
             )
 
+        covered = self._run.controller is not None and self._run.config.cover_stalls
+        self._cover: Cover = StandIn(self._run) if covered else NoCover()
+
     @property
     def plan(self) -> Plan:
         """How work is shared out now, and why."""
@@ -155,7 +159,7 @@ class Trainer:
                 number = run.committed + 1
                 with self._failure_reaches_all(f"step {number}"):
                     try:
-                        report = run_step(run, number)
+                        report = run_step(run, number, self._cover)
                     except BaseException:
                         run.abandon_step()
                         raise
@@ -256,6 +260,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the group and end loader workers; the process's end does it too."""
+        self._cover.close()
         self._run.close()
         for _, loader in self._eval_loaders.values():
             loader.close()

@@ -1,0 +1,60 @@
+"""Whether a step is skipped, the same on all ranks, and whose samples made it so.
+
+The one idea: what everybody sees in the votes decides; only after that, on a slow path, ranks are asked for names.
+"""
+
+from ragtag.control.ballot import Outcome
+from ragtag.core.errors import NonFiniteError
+from ragtag.core.ledger import Ledger
+from ragtag.runtime.gradients import GradientSums
+from ragtag.runtime.loss_sums import LossSums
+from ragtag.runtime.run import Run
+
+NON_FINITE_LIMIT = 10
+"""Steps in a row that may be skipped for non-finite values before the run ends, fp16 back-off aside."""
+
+
+def reason_to_skip(
+    run: Run, step: int, ledger: Ledger, losses: LossSums, outcome: Outcome, gradients: GradientSums | None
+) -> str:
+    """Why no rank applies this step, or an empty string. `gradients` are this rank's own; None: it has none.
+
+    Raises:
+        NonFiniteError: ten steps in a row were skipped for non-finite values.
+    """
+    if outcome.finite and outcome.weight == 0:
+        return "the step's total weight is 0: nothing to average over"
+    explained = run.loss_scale.update(finite=outcome.finite)
+    if outcome.finite:
+        run.non_finite_steps = 0
+        return ""
+    if explained:
+        return f"fp16 overflow: loss scale lowered to {run.loss_scale.value:g}"
+    reason, origin = _find_non_finite(run, step, ledger, losses, gradients)
+    run.non_finite_steps += 1
+    if run.non_finite_steps == 1:
+        run.warn(f"step {step} skipped: {reason}")
+    if run.non_finite_steps >= NON_FINITE_LIMIT:
+        error = NonFiniteError(f"{NON_FINITE_LIMIT} steps in a row were skipped, the last one, {step}: {reason}")
+        error.origin_rank = origin
+        raise error
+    return reason
+
+
+def _find_non_finite(
+    run: Run, step: int, ledger: Ledger, losses: LossSums, gradients: GradientSums | None
+) -> tuple[str, int]:
+    """Ask all ranks whose loss or gradient it was (slow path): a text that names rank and samples, and the rank."""
+    samples: list[int] = []
+    for units in losses.non_finite_units():
+        start, stop = ledger.span(units[0])[0], ledger.span(units[-1])[1]
+        samples.extend(run.sampler.indices(step, start, stop))
+    bad_gradients = [] if gradients is None else gradients.non_finite()
+    answers = run.group.gather(f"non-finite in step {step}", [samples[:8], bad_gradients[:3]])
+    for rank, (indices, names) in enumerate(answers):
+        if indices or names:
+            where = f"rank {rank} ({run.group.hosts[rank]})"
+            what = "loss" if indices else "gradient"
+            of = f" of samples {', '.join(map(str, indices))}" if indices else f" of '{names[0]}'"
+            return f"non-finite {what}{of} on {where}", rank
+    return "the sum over ranks is not finite, although every rank's own part is", 0

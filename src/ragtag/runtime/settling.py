@@ -1,0 +1,282 @@
+"""From own sums to a result that all ranks hold: reduce, vote, and make good what an absent rank left undone.
+
+The one idea: everything between own work and the parameters is in one object that does not care which thread drives
+it: the training thread, or the stand-in for one that does not come back. Nothing in here touches a parameter.
+"""
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from ragtag.comm.group import Group, Work
+from ragtag.control.absence import runs_of, share_out, units_of
+from ragtag.control.ballot import Ballot, Outcome, pack, tally, unpack
+from ragtag.core.errors import DisagreementError
+from ragtag.core.ledger import Ledger, micro_batches
+from ragtag.runtime.buffers import UnitBuffers
+from ragtag.runtime.gradients import GradientSums
+from ragtag.runtime.loss_sums import LossSums
+from ragtag.runtime.non_finite import reason_to_skip
+from ragtag.runtime.run import Run
+
+log = logging.getLogger("ragtag")
+
+Units = tuple[int, ...]
+Compute = Callable[[Iterable[Units]], None]
+"""Adds micro-batches to the own sums."""
+
+
+class Reduction(Protocol):
+    """What one rank has to add, and the sum over ranks that comes of it."""
+
+    @property
+    def launched_too_early(self) -> bool:
+        """Whether something was missing in what was started."""
+        ...
+
+    def launch_rest(self) -> None:
+        """Start what has not been started."""
+        ...
+
+    def launch_again(self, *, overlap: bool) -> None:
+        """Start all of it once more."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the sum is complete (bounded by the group)."""
+        ...
+
+    def norm(self) -> torch.Tensor:
+        """2-norm of the reduced sum of gradients."""
+        ...
+
+    def has_gradient(self) -> bytes:
+        """One bit per parameter: did this rank see a gradient for it."""
+        ...
+
+
+class OwnSums:
+    """What this rank has computed: gradients, and the changes of buffers."""
+
+    def __init__(self, gradients: GradientSums, buffers: UnitBuffers) -> None:
+        self._gradients, self._buffers = gradients, buffers
+        self.norm, self.has_gradient = gradients.norm, gradients.has_gradient
+
+    @property
+    def launched_too_early(self) -> bool:
+        """Whether a gradient came after its bucket had left."""
+        return self._gradients.launched_too_early
+
+    def launch_rest(self) -> None:
+        """Start what the hooks of the last backward have not started."""
+        self._gradients.launch_rest()
+        self._buffers.launch()
+
+    def launch_again(self, *, overlap: bool) -> None:
+        """Start all of it once more, from the own sums, which are still whole."""
+        self._gradients.launch_again(overlap=overlap)
+        self._buffers.launch()
+
+    def wait(self) -> None:
+        """Wait until the sum is complete."""
+        self._gradients.wait()
+        self._buffers.wait()
+
+
+class NoSums:
+    """What a rank adds that has computed nothing, in memory of its own: its buckets still hold an earlier step."""
+
+    launched_too_early = False
+
+    def __init__(self, gradients: GradientSums, buffers: UnitBuffers, group: Group) -> None:
+        self._gradients, self._buffers, self._group = gradients, buffers, group
+        self._flats = gradients.zeros()
+        self._change = buffers.zeros()
+        self._works: list[Work] = []
+
+    def launch_rest(self) -> None:
+        """Start it."""
+        works = self._gradients.launch_flats(self._flats)
+        self._works = [*works, *(self._group.all_reduce(change) for change in self._change)]
+
+    def launch_again(self, *, overlap: bool) -> None:
+        """Start it once more, from zeros."""
+        for flat in (*self._flats, *self._change):
+            flat.zero_()
+        self.launch_rest()
+
+    def wait(self) -> None:
+        """Wait until the sum is complete."""
+        for work in self._works:
+            self._group.wait(work, "reducing gradients")
+
+    def norm(self) -> torch.Tensor:
+        """2-norm of the reduced sum of gradients."""
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(flat).double() for flat in self._flats]))
+
+    def has_gradient(self) -> bytes:
+        """No bit."""
+        return bytes(len(self._gradients.has_gradient()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(flat.numel() * flat.element_size() for flat in (*self._flats, *self._change))
+
+    def hand_over(self) -> None:
+        """Put the sum where the training thread expects it."""
+        self._gradients.accept(self._flats)
+        self._buffers.accept(self._change)
+
+
+class Settling:
+    """One step from own sums to what all ranks agree on.
+
+    Args:
+        run: this rank.
+        number: the step.
+        after: the step before, if this rank computes nothing in this one and has not even applied that one.
+    """
+
+    def __init__(self, run: Run, number: int, *, after: "Settling | None" = None) -> None:
+        self.started_s = time.perf_counter()
+        self.run, self.number, self.away = run, number, after is not None
+        self.plan_id, self.loss_factor = run.plan_id, run.loss_factor
+        self.ledger: Ledger = run.ledger_of(number)
+        self.losses = LossSums(run.nature.metric_names, run.device)
+        self.data_s = self._compute_s = self._exposed_s = 0.0
+        self.lr = math.nan
+        self.outcome: Outcome | None = None
+        """What all ranks do with the step; None: not agreed yet."""
+        self.ballots: list[Ballot] = []
+        self.skipped = ""
+        self._gradients = run.gradients() if after is None else after._gradients
+        if after is None:
+            self._gradients.begin()
+            run.buffers.begin()
+            self.sums: Reduction = OwnSums(self._gradients, run.buffers)
+        else:
+            self.sums = NoSums(self._gradients, run.buffers, run.group)
+        self._attempt = 0
+        self._launched = False
+        self._lost: tuple[Units, ...] = ()
+        """By rank, the units that it is to compute because others have not; empty: none are lost."""
+
+    def settle(self, compute: Compute | None) -> bool:
+        """Reduce and vote until every unit is in one sum, and return True.
+
+        Args:
+            compute: does work that absent ranks left; None: a stand-in calls, who cannot. If it should have to, because
+                every rank was stood in for, it returns False, and the training thread goes on here.
+
+        Raises:
+            RagtagError: what votes show: disagreement, ten non-finite steps in a row; PeerFailed, PeerLost.
+        """
+        group = self.run.group
+        while self.outcome is None:
+            if self._lost:
+                mine = self._lost[group.rank]
+                if mine and compute is None:
+                    return False
+                if mine and compute is not None:
+                    compute(micro_batches(self.ledger, mine, self.run.plan.micro_batch[group.rank]))
+                self._lost = ()
+                self._launch(overlap=True)
+            if not self._launched:
+                self._launch(overlap=True)
+            outcome = self._reduce_and_vote(in_person=compute is not None)
+            if outcome.incomplete:
+                self._lost = self._share_out_lost(outcome)
+            elif outcome.reduce_again:
+                log.info(
+                    "step %d: a gradient came after its bucket had left; reducing again, from now on after backward",
+                    self.number,
+                )
+                self._launch(overlap=False)
+            else:
+                self._conclude(outcome)
+                self.outcome = outcome
+            self._attempt += 1
+        return True
+
+    def _launch(self, *, overlap: bool) -> None:
+        self.run.group.note(self.number, "reducing gradients")
+        if self._launched:
+            self.sums.launch_again(overlap=overlap)
+        else:
+            self.sums.launch_rest()
+        self._launched = True
+
+    def _reduce_and_vote(self, *, in_person: bool) -> Outcome:
+        run, sums, ledger, rank = self.run, self.sums, self.ledger, self.run.group.rank
+        began_s = time.perf_counter()
+        if in_person:
+            run.exposed.start()
+        sums.wait()
+        if in_person:
+            run.exposed.stop()
+        # The step's one synchronisation.
+        (total, weight, *metrics), (norm, lr) = self.losses.numbers(sums.norm(), run.lr)
+        self.lr = lr
+        if in_person:
+            self._compute_s += run.stopwatch.take()
+            self._exposed_s += run.exposed.take()
+        else:
+            self._exposed_s += time.perf_counter() - began_s
+        ballot = Ballot(
+            step=self.number,
+            plan_hash=int(self.plan_id, 16),
+            attempt=self._attempt,
+            launched_too_early=sums.launched_too_early,
+            absent=not in_person,
+            contents_hash=ledger.contents_hash(rank),
+            samples=ledger.summed_samples(rank),
+            weight=weight,
+            loss_total=total,
+            norm=norm,
+            compute_s=self._compute_s if in_person else 0.0,
+            exposed_s=self._exposed_s,
+            data_s=self.data_s,
+            apply_s=run.apply_s,
+            metrics=tuple(metrics),
+            has_gradient=sums.has_gradient(),
+        )
+        self.ballots = [unpack(data, num_metrics=len(metrics)) for data in run.group.exchange(pack(ballot))]
+        return tally(self.ballots, expected_hash=ledger.expected_hash)
+
+    def _share_out_lost(self, outcome: Outcome) -> tuple[Units, ...]:
+        """Ask every rank what its sum holds, and give the rest to those who are here, by the same rule on all ranks."""
+        run, ledger = self.run, self.ledger
+        held = run.group.gather(f"sums of step {self.number}", runs_of(ledger.contents(run.group.rank)))
+        if ledger.settle([units_of(runs) for runs in held]):
+            raise DisagreementError(f"two ranks have computed the same samples of step {self.number}.")
+        lost = share_out(ledger.missing(), run.plan, outcome.absent)
+        for rank, units in enumerate(lost):
+            for unit in units:
+                ledger.assign(unit, rank)
+        present = sorted(set(range(run.group.world_size)) - outcome.absent)
+        if run.group.rank == min(present, default=0):
+            names = ", ".join(f"rank {rank} ({run.group.hosts[rank]})" for rank in sorted(outcome.absent))
+            samples = sum(stop - start for start, stop in map(ledger.span, itertools.chain(*lost)))
+            log.warning(
+                "step %d: %s has not come back from reading data or from the model's forward; the others compute its "
+                "%d samples",
+                self.number,
+                names,
+                samples,
+            )
+        return lost
+
+    def _conclude(self, outcome: Outcome) -> None:
+        """What follows from the votes alone, on every rank alike."""
+        run = self.run
+        self.skipped = reason_to_skip(
+            run, self.number, self.ledger, self.losses, outcome, None if self.away else self._gradients
+        )
+        run.absent = outcome.absent
+        run.follow_speeds(self.ballots)

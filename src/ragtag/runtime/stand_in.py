@@ -1,0 +1,240 @@
+"""A thread that settles steps in the name of a training thread that does not come back from its data or its forward.
+
+The one idea: up to the moment when a micro-batch's backward begins, what the rank has summed is whole and can be
+given in as it is. The stand-in gives it in, the other ranks do the rest, and the steps that follow go on without this
+rank until its training thread is back; it then applies, one after another, what was settled meanwhile. It throws away
+the one micro-batch that it had in hand: parameters stay equal on all ranks, and every sample counts once.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Protocol
+
+from ragtag.control.absence import stalled
+from ragtag.runtime.device import make_current
+from ragtag.runtime.run import Run
+from ragtag.runtime.settling import NoSums, Settling
+
+_USUAL_OF = 16
+"""Steps whose median is the usual time of a step."""
+_LEAST_STEPS = 4
+_POLL_S = 0.02
+_MOST_BYTES = 1 << 30
+"""Of sums that wait to be applied; one is kept in any case."""
+
+
+class StoodIn(Exception):
+    """Raised in the training thread when it comes back: its step was settled without it."""
+
+
+class Cover(Protocol):
+    """What the training thread tells about where it is."""
+
+    def settled(self, number: int) -> Settling | None:
+        """Return step `number` if a stand-in has settled it, waiting while one is about to."""
+        ...
+
+    @contextmanager
+    def covering(self, settling: Settling) -> Iterator[None]:
+        """The rank's own work of a step."""
+        yield
+
+    def begin_micro_batch(self, num_samples: int) -> None:
+        """From here on a stand-in may take over. Raises StoodIn if one has."""
+        ...
+
+    def begin_backward(self) -> None:
+        """From here on none may. Raises StoodIn if one has."""
+        ...
+
+    def begin_step(self, number: int) -> None:
+        """Tell those who wait for it that this step has begun."""
+        ...
+
+    def finished(self, wall_s: float) -> None:
+        """A step took so many seconds."""
+        ...
+
+    def close(self) -> None:
+        """End the thread."""
+        ...
+
+
+class NoCover:
+    """Nobody stands in."""
+
+    def settled(self, number: int) -> None:
+        """Return None."""
+
+    @contextmanager
+    def covering(self, settling: Settling) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    def begin_micro_batch(self, num_samples: int) -> None:
+        """Do nothing."""
+
+    def begin_backward(self) -> None:
+        """Do nothing."""
+
+    def begin_step(self, number: int) -> None:
+        """Do nothing."""
+
+    def finished(self, wall_s: float) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class StandIn:
+    """Watches the training thread of one rank, and acts for it when it stalls.
+
+    Its thread sleeps between looks at the clock and calls the group only while the training thread does not.
+    """
+
+    def __init__(self, run: Run, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._run, self._clock = run, clock
+        self._changed = threading.Condition()
+        self._walls: deque[float] = deque(maxlen=_USUAL_OF)
+        self._usual_s = 0.0
+        self._current: Settling | None = None
+        """The step whose own work is under way; None: there is none, or it was taken over."""
+        self._interruptible_since_s: float | None = None
+        self._num_samples = 0
+        self._acting = self._back = self._closed = False
+        self._settled: deque[Settling] = deque()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._watch, name="ragtag-stand-in", daemon=True)
+        self._thread.start()
+
+    def settled(self, number: int) -> Settling | None:
+        """Return step `number` if it was settled here, waiting while it is about to be; raise what ended that."""
+        if not self._acting and not self._settled:
+            return None
+        with self._changed:
+            self._back = True
+            while self._acting and not self._settled:
+                self._changed.wait()
+            if self._settled:
+                assert self._settled[0].number == number, "steps are applied in the order in which they were settled"
+                return self._settled.popleft()
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return None
+
+    @contextmanager
+    def covering(self, settling: Settling) -> Iterator[None]:
+        """The rank's own work of a step."""
+        self._current = settling
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._current, self._interruptible_since_s = None, None
+
+    def begin_micro_batch(self, num_samples: int) -> None:
+        """From here on a stand-in may take over. Raises StoodIn if one has."""
+        with self._changed:
+            self._num_samples, self._interruptible_since_s = num_samples, self._clock()
+
+    def begin_backward(self) -> None:
+        """From here on none may. Raises StoodIn if one has."""
+        with self._changed:
+            if self._interruptible_since_s is None:
+                raise StoodIn
+            self._interruptible_since_s = None
+
+    def begin_step(self, number: int) -> None:
+        """Where a rank is absent, one of the others tells its stand-in that this step has begun."""
+        absent, group = self._run.absent, self._run.group
+        if absent and group.rank == min(set(range(group.world_size)) - absent, default=-1):
+            group.post(self._begun(number))
+
+    def finished(self, wall_s: float) -> None:
+        """A step took so many seconds."""
+        self._walls.append(wall_s)
+        if len(self._walls) >= _LEAST_STEPS:
+            self._usual_s = median(self._walls)
+
+    def close(self) -> None:
+        """End the thread; it may still be inside a call that the group's end will wake."""
+        with self._changed:
+            self._closed = self._back = True
+            self._changed.notify_all()
+        self._thread.join(timeout=0.5)
+
+    def _watch(self) -> None:
+        make_current(self._run.device)
+        with self._changed:
+            while not self._closed:
+                self._changed.wait(min(max(self._usual_s / 16, 0.01), 0.1))
+                settling = self._take_over()
+                if settling is None:
+                    continue
+                self._changed.release()
+                try:
+                    self._act(settling)
+                except BaseException as error:
+                    self._error = error
+                finally:
+                    self._changed.acquire()
+                    self._acting = False
+                    self._changed.notify_all()
+
+    def _take_over(self) -> Settling | None:
+        """The step to settle, if the training thread is overdue; it will be told when it comes back."""
+        settling, since_s = self._current, self._interruptible_since_s
+        controller = self._run.controller
+        if settling is None or since_s is None or controller is None:
+            return None
+        speed, now_s = controller.speeds[self._run.group.rank], self._clock()
+        if not stalled(
+            since_step_s=now_s - settling.started_s,
+            since_micro_batch_s=now_s - since_s,
+            step_s=self._usual_s,
+            micro_batch_s=speed.time_s(self._num_samples, 1),
+            noise=speed.noise,
+        ):
+            return None
+        self._current = self._interruptible_since_s = None
+        self._acting, self._back = True, False
+        return settling
+
+    def _act(self, settling: Settling) -> None:
+        began_s, kept_bytes = self._clock(), 0
+        while True:
+            complete = settling.settle(None)
+            with self._changed:
+                self._settled.append(settling)
+                self._changed.notify_all()
+            if not complete or kept_bytes > _MOST_BYTES or self._clock() - began_s > self._run.group.patience_s:
+                return
+            if not self._others_begin(settling.number + 1):
+                return
+            settling = Settling(self._run, settling.number + 1, after=settling)
+            assert isinstance(settling.sums, NoSums)
+            kept_bytes += settling.sums.num_bytes
+
+    def _others_begin(self, number: int) -> bool:
+        """Wait until the others have begun step `number`, or the training thread is back, whichever is first."""
+        group, name = self._run.group, self._begun(number)
+        while True:
+            with self._changed:
+                if self._back:
+                    return False
+                self._changed.wait(_POLL_S)
+            work = group.posted(name)
+            group.wait(work, "standing in for the training thread")
+            if work.result:
+                return True
+
+    def _begun(self, number: int) -> str:
+        """What is trained is in the name: a rank that has frozen other parameters since is not to be joined."""
+        gradients = self._run.gradients_in_use
+        return f"step {number} of {self._run.generation}: {gradients.fingerprint if gradients else ''}"
