@@ -57,11 +57,13 @@ def measure_blocks(
     """Ways in alternating blocks."""
     steps = arguments.steps or case.steps
     ways: dict[str, Way] = {}
-    for name in ("ddp", *arguments.peer):
+    for name in (*(["ddp"] if case.ddp else []), *arguments.peer):
         ways[f"{name}_equal"] = plain_way(case, dataset, rank, wrapped=name, equal=True)
         ways[f"{name}_by_hand"] = plain_way(case, dataset, rank, wrapped=name)
     for name in ("ragtag", *(f"ragtag_{suffix}" for suffix in case.against)):
         ways[name] = RagtagWay(case, dataset, pull=PULLED[name])
+    if case.pinned:
+        ways["ragtag_pinned"] = RagtagWay(case, dataset, shares=case.pinned)
     equal_steps = min(steps // 2, case.equal_steps or steps)
     blocks = {name: equal_steps if name.endswith("_equal") else steps for name in ways}
     for way in (alone, *ways.values()):
@@ -73,7 +75,9 @@ def measure_blocks(
         for name, way in ways.items():
             row[name] = together(way, blocks[name], first)
         rows.append(row)
-    plan, reports = ways["ragtag"].trainer.plan, ways["ragtag"].reports  # pyright: ignore[reportAttributeAccessIssue]
+    own = ways["ragtag"]
+    assert isinstance(own, RagtagWay)
+    trainer, plan, reports = own.trainer, own.trainer.plan, own.reports
     result: dict[str, object] = {name: spread([row[name] / row["alone"] for row in rows]) for name in ways}
     if case.compared == "eta":
         result["figure"] = result["ragtag"]["median"]  # pyright: ignore[reportIndexIssue]
@@ -83,6 +87,9 @@ def measure_blocks(
         result["figure"] = ratio["median"]
     result |= {"shares": list(plan.shares), "pulled": list(plan.pulled)}
     result |= {"plans": len({report.plan_id for report in reports}), "honest": honest([alone, *ways.values()])}
+    summed = [row["alone"] for row in rows]
+    result["solo_drift"] = round((max(summed) - min(summed)) / statistics.median(summed), 4)
+    result["decisions"] = [decision.reason for decision in trainer.decisions if decision.kind != "shares"]
     for way in ways.values():
         way.close()
     return result
@@ -103,7 +110,9 @@ def measure_script(
         }
         way = RagtagWay(case, dataset)
         dist.barrier()
-        walls = dict(enumerate(way.run(script.steps, 1), start=1))
+        seconds = torch.tensor(way.run(script.steps, 1), dtype=torch.float64)
+        dist.broadcast(seconds, 1)  # rank 1 never stalls: what a step takes for those who go on
+        walls = dict(enumerate(seconds.tolist(), start=1))
         watched = range(script.first, script.steps + 1)
         first, stride = script.first, script.stride
         nearest = {number: first + (number - first) // stride * stride for number in watched}
@@ -168,6 +177,8 @@ def show(row: dict) -> None:
             what = "" if name == "compared" else "eta "
             print(f"  {name:18} {what}{value['median']:.3f} ({value['least']:.3f}-{value['greatest']:.3f})")
     print(f"  target {row['target']}, measured {row['figure']:.3f}; shares {row['shares']}")
+    for reason in row.get("decisions", []):
+        print(f"  {reason}")
     if not row["honest"]:
         print("  the machine was too busy: real work did not fit into the pace")
     sys.stdout.flush()

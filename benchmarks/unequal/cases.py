@@ -39,6 +39,10 @@ class Case:
     """Samples of a micro-batch, of every way alike; None: the whole share."""
     against: tuple[str, ...] = ()
     """Further ways of ragtag: "planned" (nothing is pulled), "pulled" (whatever is predicted)."""
+    pinned: tuple[int, ...] = ()
+    """Shares of a further way of ragtag, "pinned": what would be wrong, or right but set by hand."""
+    ddp: bool = True
+    """Whether DDP is measured too."""
     equal_steps: int = 0
     """Steps of a block with equal batches, which take longest; 0: as many."""
     script: Script | None = None
@@ -159,6 +163,27 @@ CASES = {
         compared="stall",
         devices=(_STALL,),
         script=Script(steps=24, first=9, stride=4),
+    ),
+    "park": Case(
+        what="a device that needs 1.6 s for one sample, against giving it one",
+        speeds=(1, 1, 0.025),
+        batch=12,
+        by_hand=(6, 5, 1),
+        target=1.0,
+        compared="ragtag_pinned",
+        pinned=(6, 5, 1),
+        ddp=False,
+        steps=20,
+    ),
+    "keep": Case(
+        what="a device of an eighth, against leaving it out",
+        speeds=(1, 1, 0.125),
+        batch=44,
+        by_hand=(21, 20, 3),
+        target=1.0,
+        compared="ragtag_pinned",
+        pinned=(22, 22, 0),
+        ddp=False,
     ),
     "quarter-optimizer": Case(
         what="1, 1, 1/4, optimizer at device speed",

@@ -90,12 +90,21 @@ def plain_way(case: Case, dataset: StandardLibrary, rank: int, *, wrapped: str, 
 class RagtagWay(Way):
     """ragtag as a user would start it, with shares of its own choice."""
 
-    def __init__(self, case: Case, dataset: StandardLibrary, *, pull: bool | None = None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        dataset: StandardLibrary,
+        *,
+        pull: bool | None = None,
+        shares: tuple[int, ...] | None = None,
+    ) -> None:
         torch.manual_seed(0)
         model = ByteGPT()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         config = ragtag.Config(pull=pull, micro_batch=case.micro_batch)
-        self.trainer = ragtag.Trainer(model, optimizer, loss_fn, dataset, global_batch_size=case.batch, config=config)
+        self.trainer = ragtag.Trainer(
+            model, optimizer, loss_fn, dataset, global_batch_size=case.batch, shares=shares, config=config
+        )
         self.reports: list[ragtag.StepReport] = []
         super().__init__(
             case.batch, self.trainer._run.pace, self._one, self.trainer.close

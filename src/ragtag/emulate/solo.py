@@ -5,7 +5,7 @@ slowdowns; only the communication is missing.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -56,7 +56,7 @@ def plain_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor],
-    micro_batches: Callable[[int], list[tuple[Any, int]]],
+    micro_batches: Callable[[int], Iterable[tuple[Any, int]]],
 ) -> Callable[[int], int]:
     """Return a step function: micro-batches, optimizer step, gradients forgotten; each in its region.
 
