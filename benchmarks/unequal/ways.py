@@ -1,7 +1,7 @@
 """Ways to train on the emulated devices: alone, stock DDP, peers by their own API, and ragtag.
 
 The one idea: every way has its own model, optimizer and pace, and runs the same numbered steps, hence under the same
-random slowdowns.
+random slowdowns. A peer that balances itself has no shares; its samples are counted as they are done.
 """
 
 import os
@@ -21,9 +21,13 @@ from ragtag.emulate.solo import plain_step
 from ragtag.examples.byte_gpt import ByteGPT, StandardLibrary, loss_fn
 
 from .cases import Case
-from .peers import PEERS
+from .peers import Epochs, MicroBatch, Peer, Replica, Running
 
 Step = Callable[[int], Any]
+
+EPOCH_LIMIT_S = 60
+"""What an epoch of a peer that balances itself may take."""
+SETTLING_EPOCHS = 12
 
 
 class Way:
@@ -44,6 +48,18 @@ class Way:
         """Run some steps and return the seconds of each."""
         return [self.step(number) for number in range(first, first + steps)]
 
+    def settle(self, number: int) -> None:
+        """Get ready for a block that is measured and begins with step `number`."""
+
+    def processed(self, steps: int) -> int:
+        """Samples of all ranks in the block that has just ended."""
+        return self.samples * steps
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of every way."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
 
 def fresh(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Pace]:
     """The same model and optimizer on every rank, paced like its device."""
@@ -52,39 +68,152 @@ def fresh(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Pace]:
     assert emulator is not None
     model = ByteGPT()
     emulator.pace.attach(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), emulator.pace
+    return model, adamw(model.parameters()), emulator.pace
+
+
+def split(case: Case, rank: int, *, equal: bool) -> tuple[list[int], int]:
+    """Samples of each micro-batch of this rank, and of all ranks together."""
+    world_size = len(case.speeds)
+    share = -(-case.batch // world_size) if equal else case.by_hand[rank]
+    size = case.micro_batch or share
+    counts = [min(size, share - done) for done in range(0, share, size)]
+    return counts, share * world_size if equal else case.batch
+
+
+def drawn(dataset: StandardLibrary, count: int, number: int, rank: int) -> Any:
+    """A batch of `count` samples, another one for each number and rank."""
+    start = (number * 997 + rank * 131) % (len(dataset) - count)
+    return default_collate([dataset[start + i] for i in range(count)])
 
 
 def plain_way(case: Case, dataset: StandardLibrary, rank: int, *, wrapped: str, equal: bool = False) -> Way:
-    """Alone (`wrapped` empty), DDP ("ddp"), or a peer of `peers.py`, with equal shares or those set by hand."""
-    world_size = len(case.speeds)
-    share = -(-case.batch // world_size) if equal else case.by_hand[rank]
-    samples = share * world_size if equal else case.batch
-    size = case.micro_batch or share
-    counts = [min(size, share - done) for done in range(0, share, size)]
-    weight = world_size * share / samples if wrapped else 1.0
+    """Alone (`wrapped` empty) or DDP ("ddp"), with equal shares or those set by hand."""
+    counts, samples = split(case, rank, equal=equal)
+    weight = len(case.speeds) * sum(counts) / samples if wrapped else 1.0
     model, optimizer, pace = fresh(rank)
     trained: Any = DistributedDataParallel(model) if wrapped == "ddp" else model
 
-    def micro_batches(number: int) -> Iterator[tuple[Any, int]]:
-        start = (number * 997 + rank * 131) % (len(dataset) - share)
+    def micro_batches(number: int) -> Iterator[MicroBatch]:
         for index, count in enumerate(counts):
             trained.require_backward_grad_sync = index == len(counts) - 1  # DDP's own switch
-            yield default_collate([dataset[start + i] for i in range(count)]), count
+            yield drawn(dataset, count, number, rank), count
 
-    if wrapped in PEERS:
-        step = PEERS[wrapped].build(model, optimizer, pace, loss_fn, weight, share)
-
-        def one(number: int) -> None:
-            ((batch, count),) = micro_batches(number)
-            step(batch, count)
-
-        return Way(samples, pace, one)
     return Way(
         samples,
         pace,
         plain_step(pace, trained, optimizer, lambda m, b: loss_fn(m, b) * weight / len(counts), micro_batches),
     )
+
+
+def peer_ways(name: str, peer: Peer, case: Case, dataset: StandardLibrary, rank: int) -> dict[str, Way]:
+    """The ways to run a peer, by name: with equal batches and split by hand, or the one way where it balances itself.
+
+    Raises:
+        Exception: whatever the peer raises when it cannot start here.
+    """
+    if peer.balances:
+        # What the slowest device would be given, or a micro-batch of all ways: the others do more of them.
+        size = case.micro_batch or min(case.by_hand)
+        running, replica = started(peer, case, rank, [size], case.batch)
+        return {name: BalancingWay(running, replica, lambda number: (drawn(dataset, size, number, rank), size))}
+    ways: dict[str, Way] = {}
+    for suffix in ("equal", "by_hand"):
+        counts, samples = split(case, rank, equal=suffix == "equal")
+        running, replica = started(peer, case, rank, counts, samples)
+        ways[f"{name}_{suffix}"] = SharedWay(
+            running,
+            replica,
+            lambda number, counts=counts: [(drawn(dataset, count, number, rank), count) for count in counts],
+        )
+    return ways
+
+
+def started(peer: Peer, case: Case, rank: int, counts: list[int], samples: int) -> tuple[Running, Replica]:
+    """Start a peer on a model of its own."""
+    model, _, pace = fresh(rank)
+    replica = Replica(
+        model=model,
+        make_optimizer=adamw,
+        pace=pace,
+        loss=loss_fn,
+        micro_batches=tuple(counts),
+        batch=samples,
+        rank=rank,
+        world_size=len(case.speeds),
+    )
+    return peer.start(replica), replica
+
+
+class SharedWay(Way):
+    """A peer whose ranks do fixed shares."""
+
+    def __init__(self, running: Running, replica: Replica, micro_batches: Callable[[int], list[MicroBatch]]) -> None:
+        super().__init__(replica.batch, replica.pace, lambda number: running.step(micro_batches(number)), running.close)
+        self._replica = replica
+
+    def check(self) -> None:
+        """Raise RuntimeError unless all ranks have the same parameters: a peer that never averaged would be fast."""
+        own = torch.cat([parameter.detach().flatten() for parameter in self._replica.model.parameters()])
+        first = own.clone()
+        dist.broadcast(first, 0)
+        difference = float((own - first).abs().max())
+        if difference > 1e-6:
+            raise RuntimeError(f"rank {self._replica.rank} has other parameters than rank 0, by up to {difference:.1g}")
+
+
+class BalancingWay(Way):
+    """A peer that decides who does how much. A step is an epoch: a batch of all ranks, or more."""
+
+    def __init__(self, running: Running, replica: Replica, micro_batch: Callable[[int], MicroBatch]) -> None:
+        super().__init__(replica.batch, replica.pace, self._epoch, running.close)
+        assert running.epochs is not None
+        self._epochs: Epochs = running.epochs
+        self._running, self._replica, self._micro_batch = running, replica, micro_batch
+        self._target = self._drawn = self._block_began = 0
+        self.measured_epochs = self.complete_epochs = 0
+
+    def settle(self, number: int) -> None:
+        """Run epochs until one averages over all ranks; the time between blocks misleads the first ones.
+
+        Raises:
+            RuntimeError: none did.
+        """
+        for _ in range(SETTLING_EPOCHS):
+            before = self._epochs.complete()
+            self._target = max(agreed(self._epochs.reached(), dist.ReduceOp.MAX), self._target)
+            self.step(number)
+            if agreed(self._epochs.complete() - before, dist.ReduceOp.MIN):
+                break
+        else:
+            raise RuntimeError(f"none of {SETTLING_EPOCHS} epochs averaged the gradients of all ranks")
+        self._target = agreed(self._epochs.reached(), dist.ReduceOp.MAX)
+        self._block_began = self._drawn
+
+    def run(self, steps: int, first: int) -> list[float]:
+        """Run some epochs and return the seconds of each."""
+        before = self._epochs.complete()
+        seconds = super().run(steps, first)
+        self.measured_epochs += steps
+        self.complete_epochs += min(steps, self._epochs.complete() - before)
+        return seconds
+
+    def processed(self, steps: int) -> int:
+        """Samples of all ranks in the block that has just ended."""
+        size = self._replica.micro_batches[0]
+        return agreed((self._drawn - self._block_began) * size, dist.ReduceOp.SUM)
+
+    def _epoch(self, number: int) -> None:
+        self._target += 1
+        self._epochs.reset_timer()
+        deadline_s = time.perf_counter() + EPOCH_LIMIT_S
+        while self._epochs.reached() < self._target:
+            if time.perf_counter() > deadline_s:
+                raise RuntimeError(
+                    f"rank {self._replica.rank} is at epoch {self._epochs.reached()} after {EPOCH_LIMIT_S} s, "
+                    f"expected {self._target}"
+                )
+            self._running.step([self._micro_batch(self._drawn)])
+            self._drawn += 1
 
 
 class RagtagWay(Way):
@@ -114,13 +243,22 @@ class RagtagWay(Way):
         self.reports += self.trainer.steps(1)
 
 
+def agreed(value: int, how: Any) -> int:
+    """One number of all ranks: their sum, least or greatest."""
+    total = torch.tensor([value])
+    dist.all_reduce(total, op=how)
+    return int(total)
+
+
 def together(way: Way, steps: int, first: int) -> float:
     """Samples a second of all ranks together over some steps."""
+    way.settle(first)
     dist.barrier()
     started_s = time.perf_counter()
     way.run(steps, first)
     dist.barrier()
-    return way.samples * steps / (time.perf_counter() - started_s)
+    seconds = time.perf_counter() - started_s
+    return way.processed(steps) / seconds
 
 
 def summed_alone(way: Way, share: int, steps: int, first: int) -> float:

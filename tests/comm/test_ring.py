@@ -1,4 +1,5 @@
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragtag.comm.ring import Ring, chunk_sizes, mesh_exchange, schedule
+from ragtag.comm.ring import Ring, RingTime, chunk_sizes, mesh_exchange, schedule
 from ragtag.comm.transport import LocalTransport, TransportError
 from ragtag.core.errors import SettingError
 
@@ -355,3 +356,34 @@ def test_ranks_that_call_differently_never_match():
 
     errors = on_threads(LocalTransport.mesh(2, timeout_s=0.1), reduce)
     assert all(isinstance(error, TransportError) for error in errors)
+
+
+def test_an_all_reduce_tells_what_it_cost_the_thread_and_waiting_is_not_in_it():
+    """Rank 1's first message is held back: rank 0 waits, and is not busy meanwhile."""
+    ends = LocalTransport.mesh(2)
+    values = [torch.ones(40_000), torch.ones(40_000)]
+    tags = []
+    plain_send = ends[1].send
+
+    def late_send(tensor, peer, tag):
+        tags.append(tag)
+        release = ends[1].hold(peer, tag) if len(tags) == 1 else None
+        pending = plain_send(tensor, peer, tag)
+        if release is not None:
+            threading.Timer(0.3, release).start()
+        return pending
+
+    ends[1].send = late_send
+    began_s = time.perf_counter()
+    efforts = successes(ends, lambda end: Ring(end).all_reduce(values[end.rank], [20_000, 20_000], 1))
+    took_s = time.perf_counter() - began_s
+    assert all(bool((value == 2).all()) for value in values)
+    assert took_s >= 0.3
+    for effort in efforts:
+        assert 0 < effort.add_cpu_s <= effort.cpu_s
+    assert efforts[0].busy_s <= took_s - 0.3 + 0.05
+
+
+def test_one_rank_has_no_effort():
+    (end,) = LocalTransport.mesh(1)
+    assert Ring(end).all_reduce(torch.ones(3), [3], 1) == RingTime()

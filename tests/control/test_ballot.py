@@ -38,6 +38,8 @@ ballots = st.builds(
     exposed_s=numbers,
     data_s=numbers,
     apply_s=numbers,
+    add_s=numbers,
+    send_s=numbers,
     metrics=st.lists(numbers, max_size=4).map(tuple),
     has_gradient=st.binary(max_size=40),
 )

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.simulated import Devices, equal_plan, fixed, foreseen, plan_of, run
 
+from ragtag.control.chunks import ring_work_s
 from ragtag.control.controller import Controller
 from ragtag.control.predict import cluster_of, observe_step
 from ragtag.control.proposal import Limits, best_plan, least_step_s
@@ -335,3 +336,65 @@ def test_never_much_worse_than_equal_shares(script):
     result = run(devices, batch, steps)
     equal_s = sum(seen.wall_s for seen in fixed(devices, equal_plan(len(speeds), batch), steps)[5:])
     assert result.total_s(6) <= 1.02 * equal_s
+
+
+# Chunks of the gradient.
+
+
+def with_ring(devices, controller, steps, *, send_s, comm_s, first=1):
+    """Steps in which the last rank's processor is what the ring waits for."""
+    for step in range(first, first + steps):
+        seen = devices.step(step, controller.plan)
+        ring_s = ring_work_s(controller.plan.chunk_weights, [s / 10 for s in send_s], send_s)
+        ends = [a + c + r for a, c, r in zip(seen.apply_s, seen.compute_s, ring_s)]
+        seen = msgspec.structs.replace(
+            seen,
+            add_s=tuple(s / 10 for s in send_s),
+            send_s=send_s,
+            comm_s=comm_s,
+            wall_s=max(ends),
+        )
+        controller.observe(seen)
+    return first + steps
+
+
+def test_a_parked_rank_whose_ring_everybody_waits_for_owns_most_of_the_gradient():
+    devices = Devices(speeds=[1, 1, 0.01], apply_s=[0.01, 0.01, 0.1])
+    controller = Controller(plan_of((10, 10, 0)))
+    with_ring(devices, controller, 40, send_s=(0.01, 0.01, 0.1), comm_s=0.2)
+    (decision,) = [decision for decision in controller.history if decision.kind == "chunks"]
+    assert decision.step == 24, "16 steps after a try of it, at a multiple of 8"
+    weights = decision.plan.chunk_weights
+    assert weights[2] > 10 * max(weights[:2])
+    assert decision.plan.shares == (10, 10, 0)
+    assert decision.reason.startswith("rank 2 owns 33 % -> 9")
+    assert decision.predicted_gain > 0.05
+    assert decision.achieved_step_s is not None
+    assert decision.achieved_step_s <= decision.predicted_step_s, "only a part of what this model saves is promised"
+    assert controller.plan.chunk_weights == weights
+
+
+def test_chunks_go_back_when_the_rank_is_as_fast_as_the_others():
+    devices = Devices(speeds=[1, 1, 0.01], apply_s=[0.01, 0.01, 0.1])
+    controller = Controller(plan_of((10, 10, 0)))
+    after = with_ring(devices, controller, 26, send_s=(0.01, 0.01, 0.1), comm_s=0.2)
+    assert controller.plan.chunk_weights[2] > 20
+    quick = Devices(speeds=[1, 1, 1], apply_s=[0.01, 0.01, 0.01])
+    with_ring(quick, controller, 80, send_s=(0.01, 0.01, 0.01), comm_s=0.3, first=after)
+    assert max(controller.plan.chunk_weights) < 2 * min(controller.plan.chunk_weights)
+
+
+def test_a_rank_with_samples_to_give_away_gives_samples():
+    devices = Devices(speeds=[1, 1, 0.5], apply_s=[0.01, 0.01, 0.1])
+    controller = Controller(plan_of((40, 40, 16)))
+    with_ring(devices, controller, 60, send_s=(0.01, 0.01, 0.1), comm_s=0.27)
+    assert controller.plan.shares[2] > 1
+    assert controller.plan.chunk_weights == (1, 1, 1)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.1])
+def test_equal_ranks_keep_equal_chunks(jitter):
+    devices = Devices(speeds=[1, 1, 1, 1], jitter=jitter, apply_s=[0.01] * 4)
+    controller = Controller(plan_of((5, 5, 5, 5)))
+    with_ring(devices, controller, 100, send_s=(0.004,) * 4, comm_s=0.02)
+    assert all(decision.kind != "chunks" for decision in controller.history)

@@ -35,6 +35,7 @@ def test_defaults():
         "seed_samples": True,
         "overlap": True,
         "pull": None,
+        "cover_stalls": True,
         "check_replicas_every": 100,
     }
 
@@ -113,6 +114,7 @@ WRONG = [
     ("check_loss", 1),
     ("seed_samples", "yes"),
     ("overlap", None),
+    ("cover_stalls", "sometimes"),
     ("check_replicas_every", -1),
 ]
 

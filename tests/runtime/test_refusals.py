@@ -237,6 +237,7 @@ def failing(where):
         loss_fn,
         Breaking(odd and where == "dataset"),
         global_batch_size=10,
+        shares=(4, 3, 3),
         config=ragtag.Config(patience_s=10.0),
     )
     for step in trainer.steps(50):

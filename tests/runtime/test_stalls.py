@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ class Slow:
 
     def __init__(self, dataset, stalling):
         self.dataset, self.stalls = dataset, int(os.environ.get("RANK", "0")) in stalling
-        self.number = lambda: 0
+        self.number: Callable[[], int] = lambda: 0
 
     def __len__(self):
         return len(self.dataset)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from ragtag.cli.devices import num_accelerators
+from ragtag.cli.launch_plan import planned_run
 from ragtag.cli.output import Output
 from ragtag.core.cluster_file import load_cluster
 from ragtag.core.errors import LaunchError, SettingError
@@ -45,6 +46,8 @@ class Request:
     all_output: bool = False
     logs: Path | None = None
     emulate: Path | None = None
+    micro_batch: int | None = None
+    """Most samples of one forward, for all workers; None: as the script says."""
 
 
 @dataclass(kw_only=True)
@@ -65,6 +68,7 @@ def request(
     logs: Path | None = None,
     module: bool = False,
     emulate: Path | None = None,
+    plan: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Request:
     """Return what the words of the command line ask for.
@@ -72,6 +76,12 @@ def request(
     Raises:
         SettingError: a word is wrong; nothing was started.
     """
+    planned = None
+    if plan is not None:
+        if shares is not None:
+            raise SettingError(f"--shares {shares} and --plan {plan} both say the shares. Leave one of them out.")
+        planned = planned_run(plan, num_workers=num_workers, emulate=emulate, environ=environ)
+        num_workers, emulate = planned.num_workers, planned.emulate
     if emulate is not None:
         num_devices = len(load_cluster(emulate).expanded())
         if num_workers not in (None, num_devices):
@@ -85,7 +95,7 @@ def request(
         raise SettingError(f"script {script!r} was not found in {Path.cwd()}. Options for ragtag come before it.")
     if module and not _is_module(script):
         raise SettingError(f"module {script!r} was not found; is it installed, or under {Path.cwd()}?")
-    pinned = None if shares is None else parse_shares(shares)
+    pinned = parse_shares(shares) if shares is not None else planned.shares if planned is not None else None
     if pinned is not None and len(pinned) != num_workers:
         raise SettingError(
             f"--shares {shares} names {len(pinned)} shares, but there are {num_workers} workers: give one per "
@@ -98,6 +108,7 @@ def request(
         all_output=all_output,
         logs=logs,
         emulate=emulate,
+        micro_batch=None if planned is None else planned.micro_batch,
     )
 
 
@@ -166,6 +177,8 @@ def _start(request: Request, environ: Mapping[str, str], workers: list[_Worker])
             inherited["RAGTAG_EMULATE"] = str(request.emulate.resolve())
         if request.shares is not None:
             inherited["RAGTAG_SHARES"] = ",".join(map(str, request.shares))
+        if request.micro_batch is not None:
+            inherited["RAGTAG_MICRO_BATCH"] = str(request.micro_batch)
         for rank in range(request.num_workers):
             mine = inherited | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank == 0:

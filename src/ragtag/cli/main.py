@@ -59,6 +59,7 @@ Examples:
   ragtag launch --local 3 train.py --lr 1e-3   three workers; --lr belongs to train.py
   ragtag launch --local 2 --shares 7,3 train.py
   ragtag launch --emulate home.toml train.py   this machine pretends to be the cluster in home.toml
+  ragtag launch --plan plan.json train.py      shares and micro-batch from ragtag plan
   ragtag launch --all-output --logs runs/1 -m mypackage.train
 """,
 )
@@ -82,6 +83,9 @@ def launch(
         Path | None,
         typer.Option("--emulate", help="Pretend to be the cluster in this file, one worker a device.", metavar="FILE"),
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Shares as in this file of `ragtag plan --output`.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Run a script on this machine's devices."""
     from ragtag.cli.launch import launch_local, request
@@ -97,6 +101,7 @@ def launch(
                 logs=logs,
                 module=module,
                 emulate=emulate,
+                plan=plan,
             )
         )
     )
@@ -143,6 +148,217 @@ def demo(
     from ragtag.cli.demo import run_demo
 
     run_demo(steps=steps, quick=quick, out=out, as_json=as_json)
+
+
+@app.command(
+    help="""Look at this machine and, given others, whether each pair can talk; say what to type where it cannot.
+
+Exit status: 0 nothing stops training, 1 something does, 2 the command is wrong.
+
+\b
+Examples:
+  ragtag doctor                                  this machine: devices, versions, limits
+  ragtag doctor --listen                         on one machine: it prints what to type on the other
+  ragtag doctor desktop:29470 --token TOKEN      on the other
+  ragtag doctor 10.0.0.5 10.0.0.6 --token TOKEN  several, which run `ragtag doctor --listen --token TOKEN`
+  ragtag doctor --json
+""",
+)
+def doctor(
+    hosts: Annotated[
+        list[str] | None, typer.Argument(help="Where `ragtag doctor --listen` runs.", metavar="HOST[:PORT]...")
+    ] = None,
+    listen: Annotated[bool, typer.Option("--listen", help="Answer the doctors of other machines.")] = False,
+    bind: Annotated[
+        str | None, typer.Option("--bind", help="With --listen: only on this address.", metavar="ADDRESS")
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", help="With --listen: where; 29470 if left out.")] = None,
+    token: Annotated[
+        str | None,
+        typer.Option("--token", help="What callers must know; --listen makes one up.", envvar="RAGTAG_TOKEN"),
+    ] = None,
+    wait_s: Annotated[
+        float | None, typer.Option("--wait-s", help="With --listen: seconds without a caller until it ends; 600.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Look at this machine and at the ways to others."""
+    from ragtag.cli.doctor import run_doctor
+
+    raise typer.Exit(
+        run_doctor(
+            hosts=tuple(hosts or ()),
+            listen=listen,
+            bind_address=bind,
+            port=port,
+            token=token,
+            wait_s=wait_s,
+            as_json=as_json,
+        )
+    )
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    help="""Measure this machine's devices and links with a training script's own model and data.
+
+SCRIPT is any script that builds a ragtag.Trainer; it ends there, without training. For each device: time per
+micro-batch against its size, memory up to its limit, with and without recomputing activations, the parts of a step, and
+blocks of the model; for each link latency and bandwidth. What was measured in the last 30 days is used again.
+
+\b
+Examples:
+  ragtag profile train.py                          writes profile.json, for ragtag plan and ragtag simulate
+  ragtag profile --local 2 --output p.json train.py --lr 1e-3
+  ragtag profile --emulate home.toml -m ragtag.examples.byte_gpt
+  ragtag profile --fresh --json train.py           measure anew; the profile on standard output as well
+""",
+)
+def profile(
+    script: Annotated[
+        str, typer.Argument(help="Python script (or module, with -m) that builds a Trainer.", metavar="SCRIPT")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Passed on to SCRIPT.", metavar="ARGS")] = None,
+    local: Annotated[int | None, typer.Option("--local", help="Number of workers on this machine.")] = None,
+    emulate: Annotated[
+        Path | None,
+        typer.Option("--emulate", help="Pretend to be the cluster in this file, one worker a device.", metavar="FILE"),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", help="Where the profile goes.", metavar="FILE")] = Path(
+        "profile.json"
+    ),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what was measured before.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+) -> None:
+    """Measure devices and links with a script's own model."""
+    from ragtag.cli.launch import request
+    from ragtag.cli.profile import run_profile
+
+    asked = request(script=script, arguments=tuple(arguments or ()), num_workers=local, module=module, emulate=emulate)
+    raise typer.Exit(run_profile(asked, output=output, fresh=fresh, as_json=as_json))
+
+
+@app.command(
+    help="""Train on a virtual cluster with a virtual clock: hours of training in seconds, with ragtag's own controller.
+
+Costs come from a profile, or from the file's speeds and [emulate] sample_ms; jitter, drift, flips and stalls from the
+file. Says what ragtag would decide and why, and compares it with even batches and with dropping stragglers.
+
+\b
+Examples:
+  ragtag simulate cluster.toml                               one hour
+  ragtag simulate cluster.toml --profile p.json --hours 12 --failures-per-hour 0.01
+  ragtag simulate cluster.toml --leave laptop@20 --join laptop@35 --steps 2000
+  ragtag simulate cluster.toml --batch 256 --gradient 400MB --html report.html
+  ragtag simulate cluster.toml --json
+""",
+)
+def simulate(
+    cluster: Annotated[Path, typer.Argument(help="The cluster file.", metavar="CLUSTER.toml")],
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="What `ragtag profile` measured.", metavar="FILE")
+    ] = None,
+    hours: Annotated[float | None, typer.Option("--hours", help="Virtual hours; 1 if left out.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="End after so many steps instead.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Samples of a step; the profile's, or 32 a device, if left out.")
+    ] = None,
+    gradient: Annotated[
+        str | None, typer.Option("--gradient", help="Without a profile: bytes reduced in a step, like 400MB.")
+    ] = None,
+    failures_per_hour: Annotated[
+        float, typer.Option("--failures-per-hour", help="How often each device fails, like 0.01.")
+    ] = 0.0,
+    repair_min: Annotated[float, typer.Option("--repair-min", help="Minutes until it is back.")] = 10.0,
+    leave: Annotated[
+        list[str] | None, typer.Option("--leave", help="A device that leaves at a minute.", metavar="NAME@MIN")
+    ] = None,
+    join: Annotated[
+        list[str] | None, typer.Option("--join", help="A device that joins at a minute.", metavar="NAME@MIN")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the failures.")] = 0,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with pictures.", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Train on a virtual cluster."""
+    from ragtag.cli.simulate import Request, run_simulate
+
+    run_simulate(
+        Request(
+            cluster=cluster,
+            profile=profile,
+            hours=hours,
+            steps=steps,
+            batch=batch,
+            gradient=gradient,
+            failures_per_hour=failures_per_hour,
+            repair_min=repair_min,
+            leave=tuple(leave or ()),
+            join=tuple(join or ()),
+            seed=seed,
+        ),
+        html=html,
+        as_json=as_json,
+    )
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": True},
+    help="""Say which way to train on a cluster is fastest, why, and what each device adds or costs.
+
+TARGET is a cluster file (with what `ragtag profile` measured, or with speeds only), a profile, or a training script,
+which is measured first. Candidates that this ragtag cannot run yet are priced and marked.
+
+\b
+Examples:
+  ragtag plan cluster.toml --profile profile.json
+  ragtag plan cluster.toml --batch 256 --gradient 400MB        no profile: speeds and [emulate] sample_ms
+  ragtag plan train.py                                         measure here, then plan
+  ragtag plan cluster.toml --profile p.json --what-if "+1 rtx3090" --what-if "link home=1Gbit/s"
+  ragtag plan cluster.toml --profile p.json --what-if="-laptop"
+  ragtag plan cluster.toml --profile p.json --output plan.json
+  ragtag launch --plan plan.json train.py
+""",
+)
+def plan(
+    target: Annotated[Path, typer.Argument(help="Cluster file, profile or script.", metavar="TARGET")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Passed on to a script.", metavar="ARGS")] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="What `ragtag profile` measured.", metavar="FILE")
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Global batch size, in samples.")] = None,
+    gradient: Annotated[
+        str | None, typer.Option("--gradient", help="Without a profile: bytes reduced in a step, like 400MB.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", help='"+1 rtx3090", "-laptop" or "link home=1Gbit/s"; several are done in turn.'),
+    ] = None,
+    emulate: Annotated[
+        Path | None, typer.Option("--emulate", help="Measure a script as the cluster in this file.", metavar="FILE")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the plan, for `ragtag launch --plan`.", metavar="FILE")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Search for the fastest way to train on a cluster."""
+    from ragtag.cli.plan import Request, run_plan
+
+    run_plan(
+        Request(
+            target=target,
+            arguments=tuple(arguments or ()),
+            profile=profile,
+            batch=batch,
+            gradient=gradient,
+            what_if=tuple(what_if or ()),
+            emulate=emulate,
+        ),
+        output=output,
+        as_json=as_json,
+    )
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from ragtag.comm.ring import Wire
+from ragtag.comm.transport import Transport
 from ragtag.comm.work import Work
 from ragtag.core.errors import PeerError
 
@@ -87,6 +88,10 @@ class Group(Protocol):
         """Overwrite `tensors` in place with those of rank `source`."""
         ...
 
+    def on_transport(self, job: Callable[[Transport], Any]) -> Work:
+        """Queue a `job` that sends and receives between single ranks; the work's result is what it returns."""
+        ...
+
     def barrier(self, doing: str) -> None:
         """Return when every rank has come."""
         ...
@@ -158,6 +163,10 @@ class SoloGroup:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Do nothing."""
+
+    def on_transport(self, job: Callable[[Transport], Any]) -> Work:
+        """Refuse: there is nobody to send to."""
+        raise AssertionError("one rank has no transport")
 
     def barrier(self, doing: str) -> None:
         """Return at once."""

@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from time import perf_counter, thread_time
 from typing import Literal, NamedTuple
 
 import torch
@@ -100,6 +101,17 @@ def schedule(
     return tuple(event for *_, event in sorted(keyed)), largest
 
 
+class RingTime(NamedTuple):
+    """What one call cost the thread that made it."""
+
+    add_cpu_s: float = 0.0
+    """Processor seconds of adding what was received."""
+    cpu_s: float = 0.0
+    """Processor seconds of all of it; sockets are mostly read on the transport's own thread."""
+    busy_s: float = 0.0
+    """Seconds in which it did not wait for other ranks."""
+
+
 class Ring:
     """Sums flat tensors over all ranks of a transport, in place. One call at a time; ranks call in the same order.
 
@@ -130,13 +142,13 @@ class Ring:
         world_size = self._transport.world_size
         self._reduce(flat, chunks, tag, wire, world_size - 1, 2 * world_size - 2)
 
-    def all_reduce(self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None = None) -> None:
-        """Leave the sum everywhere: both of the above, segment by segment in one pass."""
-        self._reduce(flat, chunks, tag, wire, 0, 2 * self._transport.world_size - 2)
+    def all_reduce(self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None = None) -> RingTime:
+        """Leave the sum everywhere: both of the above, segment by segment in one pass. Returns what it cost."""
+        return self._reduce(flat, chunks, tag, wire, 0, 2 * self._transport.world_size - 2)
 
     def _reduce(
         self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None, first_hop: int, last_hop: int
-    ) -> None:
+    ) -> RingTime:
         world_size = self._transport.world_size
         assert flat.dim() == 1, "the ring takes flat tensors"
         assert len(chunks) == world_size, f"{len(chunks)} chunks for {world_size} ranks"
@@ -145,19 +157,21 @@ class Ring:
         if wire == "bf16" and not half and flat.dtype != torch.float32:
             raise SettingError(f'wire="bf16" carries fp32, bf16 and fp16 tensors, not {flat.dtype}; use wire="fp32".')
         if world_size == 1 or flat.numel() == 0:
-            return
+            return RingTime()
         if half or flat.device.type != "cpu" or not flat.is_contiguous():
             host = self._buffer("host", flat.numel(), torch.float32 if half else flat.dtype)
             host.copy_(flat)
-            self._travel(host, tuple(chunks), tag, wire, first_hop, last_hop)
+            spent = self._travel(host, tuple(chunks), tag, wire, first_hop, last_hop)
             flat.copy_(host)
-        else:
-            self._travel(flat, tuple(chunks), tag, wire, first_hop, last_hop)
+            return spent
+        return self._travel(flat, tuple(chunks), tag, wire, first_hop, last_hop)
 
     def _travel(
         self, flat: torch.Tensor, chunks: tuple[int, ...], tag: int, wire: Wire | None, first_hop: int, last_hop: int
-    ) -> None:
+    ) -> RingTime:
         transport = self._transport
+        began_s, began_cpu_s = perf_counter(), thread_time()
+        waited_s = add_cpu_s = 0.0
         rounded = wire == "bf16"
         # The tag holds the whole call: ranks that disagree never match and time out, where gloo would end the process
         # over a message that is larger than its receive.
@@ -194,9 +208,13 @@ class Ring:
         for start, stop, receives, adds, sends, completes in events:
             if receives:
                 target, pending = posted.popleft()
+                waits_s = perf_counter()
                 pending.wait()
+                waited_s += perf_counter() - waits_s
                 if adds:
+                    adding_s = thread_time()
                     flat[start:stop].add_(target)
+                    add_cpu_s += thread_time() - adding_s
                 elif rounded:
                     flat[start:stop].copy_(target)
             if sends:
@@ -207,8 +225,11 @@ class Ring:
                 sent.append(transport.send(carried[start:stop], following, tag))
             if receives and num_posted < len(coming):
                 post_receive()
+        waits_s = perf_counter()
         for pending in sent:
             pending.wait()
+        busy_s = waits_s - began_s - waited_s
+        return RingTime(add_cpu_s, thread_time() - began_cpu_s, busy_s)
 
     def _buffer(self, purpose: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self._buffers.get((purpose, dtype))

@@ -19,7 +19,7 @@ from ragtag.comm.bell import Bell
 from ragtag.comm.broadcast import chain_broadcast
 from ragtag.comm.frame import PAYLOAD_LIMIT_BYTES
 from ragtag.comm.judge import Notice, Peers, Wait, described, different_calls, error_from, grace_s, judge
-from ragtag.comm.ring import SEGMENT_BYTES, Ring, Wire, chunk_sizes
+from ragtag.comm.ring import SEGMENT_BYTES, Ring, RingTime, Wire, chunk_sizes
 from ragtag.comm.socket_mesh import Delay, SocketMesh
 from ragtag.comm.transport import Transport, TransportError
 from ragtag.comm.watch_peers import PeerWatch
@@ -27,6 +27,8 @@ from ragtag.comm.work import Channel, Work
 from ragtag.core.errors import DisagreementError, PeerError, RagtagError
 
 _FAREWELL_S = 2.0
+_NEEDS_NOBODY = 1 << 62
+"""More jobs than there will be: nobody who waits for this channel waits for a rank that has left."""
 
 
 class RingGroup:
@@ -69,6 +71,7 @@ class RingGroup:
         self._data = Channel("data", self._bell.condition)
         self._claims_store = claims
         self._claims: Channel | None = None
+        self._posted = ""
         self._mesh: SocketMesh | None = None
         self._transport: Transport | None = None
         self._watch = PeerWatch(peers=peers, bell=self._bell, clients=clients, submitted=self._submitted, clock=clock)
@@ -116,14 +119,14 @@ class RingGroup:
         wire: Wire | None = None,
         ready: Callable[[], None] | None = None,
     ) -> Work:
-        """Queue the sum of `flat` over ranks, in place."""
+        """Queue the sum of `flat` over ranks, in place; the work's result is a `RingTime`."""
         chunks = chunk_sizes(flat.numel(), weights or [1] * self.world_size)
         number = self._data.num_submitted + 1
 
-        def job() -> None:
+        def job() -> RingTime:
             if ready is not None:
                 ready()
-            self._ring.all_reduce(flat, chunks, number, wire)
+            return self._ring.all_reduce(flat, chunks, number, wire)
 
         return self._data.submit(job)
 
@@ -154,8 +157,15 @@ class RingGroup:
         return self._on_claims(job)
 
     def post(self, name: str) -> Work:
-        """Queue a note for all ranks, called `name`, without waiting for any of them."""
-        return self._on_claims(lambda: self._claims_store.set(f"posted/{name}", "1"))
+        """Queue a note for all ranks, called `name`, without waiting for any of them; it replaces the one before."""
+        before, self._posted = self._posted, name
+
+        def job() -> None:
+            self._claims_store.set(f"posted/{name}", "1")
+            if before not in ("", name):
+                self._claims_store.delete_key(f"posted/{before}")
+
+        return self._on_claims(job)
 
     def posted(self, name: str) -> Work:
         """Queue a look whether any rank has posted `name`; the work's result says so."""
@@ -172,6 +182,12 @@ class RingGroup:
         assert transport is not None
         work = self._data.submit(lambda: chain_broadcast(transport, tensors, source, number))
         self.wait(work, f"copying tensors from rank {source}")
+
+    def on_transport(self, job: Callable[[Transport], Any]) -> Work:
+        """Queue a `job` that sends and receives between single ranks; the work's result is what it returns."""
+        transport = self._transport
+        assert transport is not None
+        return self._data.submit(lambda: job(transport))
 
     def barrier(self, doing: str) -> None:
         """Return when every rank has come."""
@@ -292,6 +308,7 @@ class RingGroup:
             succeeded={
                 "data": self._data.num_succeeded,
                 "control": self._mesh.num_finished if self._mesh is not None else 0,
+                "claims": _NEEDS_NOBODY,
             },
         )
         if peers.fatal is not None and not hosts_store:

@@ -5,6 +5,7 @@ out the same ranks and share their work out alike, and a wrong guess costs time,
 """
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.values import Plan
@@ -12,33 +13,65 @@ from ragtag.plan.apportion import apportion
 
 _LATE = 1.1
 """Multiples of the usual step after which a rank may be left out: before, nobody waits for it."""
-_FORWARD = 0.5
-"""Reading and forward are at most this part of a micro-batch's usual time; backward is the longer part."""
+_OVERDUE = 2.0
+"""Multiples of the usual reading and forward. With the usual one that nine of ten keep to, a log-normal spread of 30 %
+passes it once in some thousands of micro-batches."""
 _LEAST_STALL_S = 0.1
 """Shorter stalls are not worth a second reduction."""
 _STALL_PART = 0.25
 """The same, as a part of the usual step."""
+REMEMBERED = 32
+"""Micro-batches from which it is known what is usual."""
+_NEWEST = 3
 
 
-def stalled(
-    *, since_step_s: float, since_micro_batch_s: float, step_s: float, micro_batch_s: float, noise: float
-) -> bool:
+class Passed(NamedTuple):
+    """A micro-batch that reached its backward."""
+
+    samples: int
+    seconds: float
+    """Reading and forward."""
+
+
+def late_s(step_s: float) -> float:
+    """Return how many seconds after its begin a step is late, if it usually takes `step_s`."""
+    return _LATE * step_s
+
+
+def usual_s(passed: Sequence[Passed], samples: int, *, fixed: float = 0.0) -> float:
+    """Return the seconds that reading and forward of `samples` samples usually stay below; 0: nothing has passed yet.
+
+    It is what nine of ten of the `passed` micro-batches (oldest first) kept to, or the median of the newest three if
+    that is more: a rank that is late twice in a row has become slow, and must be waited for, or its speed would never
+    be measured again.
+
+    Args:
+        passed: those of this rank, oldest first; their times are taken in proportion to their size.
+        samples: size of the micro-batch in question.
+        fixed: what a micro-batch costs whatever its size, in samples that could be computed in that time.
+    """
+    times = [each.seconds * (fixed + samples) / (fixed + each.samples) for each in passed]
+    if not times:
+        return 0.0
+    newest = sorted(times[-_NEWEST:])
+    return max(sorted(times)[-1 - len(times) // 10], newest[(len(newest) - 1) // 2])
+
+
+def stalled(*, since_step_s: float, since_micro_batch_s: float, step_s: float, usual_s: float) -> bool:
     """Whether a rank that has not begun a micro-batch's backward yet is to be left out of the step.
 
-    Both must hold: the step is late, and this micro-batch's reading and forward are three standard deviations over
-    what they usually take, and then some.
+    Both must hold: the step is late, and this micro-batch's reading and forward take twice as long as usual, and
+    longer by what a second reduction is worth.
 
     Args:
         since_step_s: seconds since the rank began the step.
         since_micro_batch_s: seconds since it began the micro-batch.
         step_s: seconds of a usual step; 0: not known, so nothing is late.
-        micro_batch_s: seconds that forward and backward of this micro-batch usually take on this rank.
-        noise: relative standard deviation of its times.
+        usual_s: see `usual_s`; 0: not known, so nothing is overdue.
     """
-    if step_s <= 0 or since_step_s <= _LATE * step_s:
+    if step_s <= 0 or usual_s <= 0 or since_step_s <= late_s(step_s):
         return False
-    usual_s = _FORWARD * micro_batch_s * (1 + 3 * noise)
-    return since_micro_batch_s > usual_s + max(_LEAST_STALL_S, _STALL_PART * step_s)
+    return since_micro_batch_s > max(_OVERDUE * usual_s, usual_s + max(_LEAST_STALL_S, _STALL_PART * step_s))
 
 
 def units_without(plan: Plan, samples: int, absent: Collection[int]) -> tuple[int, ...]:

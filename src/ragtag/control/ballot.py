@@ -13,7 +13,7 @@ import msgspec
 
 from ragtag.core.errors import DisagreementError
 
-_FIXED = struct.Struct("<qQqIIIq7d")
+_FIXED = struct.Struct("<qQqIIIq9d")
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +41,10 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     data_s: float
     apply_s: float
     """Time of the previous step's optimizer and scheduler."""
+    add_s: float = 0.0
+    """Seconds that adding a whole gradient to another takes this rank's processor."""
+    send_s: float = 0.0
+    """Seconds that sending as much as a gradient takes it; 0: not measured."""
     metrics: tuple[float, ...] = ()
     has_gradient: bytes = b""
 
@@ -50,7 +54,7 @@ def pack(ballot: Ballot) -> bytes:
     b = ballot
     fixed = _FIXED.pack(
         b.step, b.plan_hash, b.attempt, int(b.launched_too_early), int(b.absent), b.contents_hash, b.samples,
-        b.weight, b.loss_total, b.norm, b.compute_s, b.exposed_s, b.data_s, b.apply_s,
+        b.weight, b.loss_total, b.norm, b.compute_s, b.exposed_s, b.data_s, b.apply_s, b.add_s, b.send_s,
     )  # fmt: skip
     return fixed + struct.pack(f"<{len(b.metrics)}d", *b.metrics) + b.has_gradient
 
@@ -58,7 +62,7 @@ def pack(ballot: Ballot) -> bytes:
 def unpack(data: bytes, *, num_metrics: int) -> Ballot:
     """Decode what `pack` encoded."""
     step, plan_hash, attempt, early, absent, contents, samples, *numbers = _FIXED.unpack_from(data)
-    weight, loss_total, norm, compute_s, exposed_s, data_s, apply_s = numbers
+    weight, loss_total, norm, compute_s, exposed_s, data_s, apply_s, add_s, send_s = numbers
     return Ballot(
         step=step,
         plan_hash=plan_hash,
@@ -74,6 +78,8 @@ def unpack(data: bytes, *, num_metrics: int) -> Ballot:
         exposed_s=exposed_s,
         data_s=data_s,
         apply_s=apply_s,
+        add_s=add_s,
+        send_s=send_s,
         metrics=struct.unpack_from(f"<{num_metrics}d", data, _FIXED.size),
         has_gradient=data[_FIXED.size + 8 * num_metrics :],
     )

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ragtag.control import explain
+from ragtag.control.chunks import ROWS, RingStep, choose_chunks, last_rank, most_saved_s, remember, usual
 from ragtag.control.observation import Observation, plan_id, planned_forwards
 from ragtag.control.parking import TRY_STEPS, Parked, next_try
 from ragtag.control.predict import Cluster, cluster_of, observe_step, predict_step_s
@@ -24,6 +25,8 @@ _SETTLE_STEPS = 2
 """Steps a plan runs before it is judged: as few as a speed can be known from."""
 _ACHIEVED_OVER = 8
 _REMEMBERED = 200
+_CHUNKS_EVERY = 8
+"""Steps between looks at who should own how much of the gradient."""
 _VERSION = 2
 """Version of `state_dict`."""
 
@@ -54,6 +57,8 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[Decision, ...] = ()
     achieved_s: tuple[float, ...] = ()
     """Times of the first steps under the newest decision's plan."""
+    ring: tuple[RingStep, ...] = ()
+    """What the ring cost in the newest steps under the plan in force."""
 
 
 class Controller:
@@ -126,6 +131,8 @@ class Controller:
             state = msgspec.structs.replace(state, parked=tuple(Parked(rank=rank, since=seen.step) for rank in idle))
         if seen.plan_id == plan_id(state.plan):
             state = _achieve(state, seen.wall_s)
+            ring = RingStep(add_s=seen.add_s, send_s=seen.send_s, comm_s=seen.comm_s)
+            state = msgspec.structs.replace(state, ring=remember(state.ring, ring))
         self._state = state
         decision = self._decide(seen) if len(state.plan.shares) > 1 else None
         if decision:
@@ -143,7 +150,7 @@ class Controller:
             speed.known for speed, share in zip(cluster.speeds, plan.shares) if share
         ):
             return None
-        return self._better_shares(step) or self._due_try(step)
+        return self._better_shares(step) or self._better_chunks(step) or self._due_try(step)
 
     def _better_shares(self, step: int) -> Decision | None:
         state, limits = self._state, self.limits
@@ -159,6 +166,29 @@ class Controller:
             return None
         gain = 1 - predict_step_s(cluster, better) / predict_step_s(cluster, plan)
         return self._change(better, step) if pays(cluster, plan, gain, step, limits) else None
+
+    def _better_chunks(self, step: int) -> Decision | None:
+        state, limits = self._state, self.limits
+        plan, cluster = state.plan, state.cluster
+        if step % _CHUNKS_EVERY or len(state.ring) < ROWS:
+            return None
+        ring, now = usual(state.ring), plan.chunk_weights
+        work_s = [cluster.rank_s(r, n, m, plan.unit) for r, (n, m) in enumerate(zip(plan.shares, plan.micro_batch))]
+        step_s = predict_step_s(cluster, plan)
+        last = last_rank(ring, work_s, now)
+        if plan.shares[last] > plan.unit and len(set(now)) == 1:
+            return None  # giving samples away does the same, at no cost to links
+        # The search takes a few milliseconds; this bound spares it where nothing can come of it.
+        if not pays(cluster, plan, most_saved_s(ring, work_s, now) / step_s, step, limits):
+            return None
+        half = ROWS // 2
+        choice = choose_chunks(usual(state.ring[:half]), usual(state.ring[half:]), work_s, now)
+        if not pays(cluster, plan, choice.saved_s / step_s, step, limits):
+            return None
+        better = msgspec.structs.replace(plan, chunk_weights=choice.weights, epoch=plan.epoch + 1)
+        new_s = step_s - choice.saved_s
+        reason = explain.owning(last, ring, work_s, plan, better, step_s, new_s)
+        return self._decision(step, "chunks", better, reason, new_s, step_s)
 
     def _due_try(self, step: int) -> Decision | None:
         state, limits = self._state, self.limits
@@ -275,6 +305,7 @@ class Controller:
             trying=state.trying if decision.kind == "try" else None,
             history=(*state.history, decision)[-_REMEMBERED:],
             achieved_s=(),
+            ring=(),
         )
 
     def _alone_s(self, rank: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ragtag.control.chunks import RingStep, ring_work_s
 from ragtag.control.parking import Parked
 from ragtag.control.predict import Cluster
 from ragtag.control.speed import Speed
@@ -41,6 +42,20 @@ def trying(entry: Parked, speed: Speed, plan: Plan, step: int) -> str:
         f"rank {entry.rank} tried with {_samples(plan.unit)}: without a share for {step - entry.since} steps, {known}; "
         f"shares {_listed(plan.shares)}"
     )
+
+
+def owning(rank: int, ring: RingStep, work_s: Sequence[float], old: Plan, new: Plan, old_s: float, new_s: float) -> str:
+    """Why ranks own other parts of the gradient; `rank` is the one that everybody waits for."""
+    before, after = (ring_work_s(plan.chunk_weights, ring.add_s, ring.send_s)[rank] for plan in (old, new))
+    return (
+        f"rank {rank} owns {_part(old, rank)} -> {_part(new, rank)} of the gradient: its own work takes "
+        f"{_ms(work_s[rank])}, and its part in adding gradients up {_ms(before)} -> {_ms(after)}; "
+        f"{_saved(old_s, new_s)}"
+    )
+
+
+def _part(plan: Plan, rank: int) -> str:
+    return f"{100 * plan.chunk_weights[rank] / sum(plan.chunk_weights):.0f} %"
 
 
 def _listed(shares: Sequence[int]) -> str:

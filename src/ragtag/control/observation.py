@@ -30,6 +30,9 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that even the last rank to finish its work waited for the complete sum."""
     wall_s: float
     """Seconds of the step, the same number on all ranks."""
+    add_s: tuple[float, ...] = ()
+    """See `Ballot`."""
+    send_s: tuple[float, ...] = ()
 
 
 def forwards(samples: int, *, unit: int, micro_batch: int) -> int:
@@ -73,4 +76,6 @@ def observe_ballots(ballots: Sequence[Ballot], plan: Plan) -> Observation:
         apply_s=tuple([ballot.apply_s for ballot in ballots]),
         comm_s=min([ballot.exposed_s for ballot in ballots]),
         wall_s=max([b.apply_s + b.data_s + b.compute_s + b.exposed_s for b in ballots]),
+        add_s=tuple([ballot.add_s for ballot in ballots]),
+        send_s=tuple([ballot.send_s for ballot in ballots]),
     )

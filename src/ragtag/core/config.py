@@ -17,7 +17,9 @@ from msgspec import Meta
 from ragtag.core.errors import SettingError, did_you_mean
 
 _PREFIX = "RAGTAG_"
-_OTHER_VARIABLES = frozenset({"STORE_FD", "LAUNCHED", "SHARES", "CONFIG", "DEVICE", "EMULATE", "HOSTNAME"})
+_OTHER_VARIABLES = frozenset(
+    {"STORE_FD", "LAUNCHED", "SHARES", "CONFIG", "DEVICE", "EMULATE", "HOSTNAME", "PROFILE", "PROFILE_FRESH", "TOKEN"}
+)
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
 

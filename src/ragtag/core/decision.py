@@ -16,7 +16,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The last step that ran under the plan before."""
     kind: str
     """"shares": work moves between ranks that have some; "park": a rank loses all; "unpark": one gets work again;
-    "try": a parked rank gets one unit, to see how fast it is now."""
+    "try": a parked rank gets one unit, to see how fast it is now; "chunks": ranks own other parts of the gradient."""
     reason: str
     """One line a person understands, with numbers."""
     plan: Plan

@@ -45,12 +45,16 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     """Kept for backward, a sample."""
     output_bytes: int
     """Handed to the next block, a sample."""
+    spread: float = 0.0
+    """Relative spread of its time over repetitions."""
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """One device of one kind, by the name it has in the cluster file."""
 
     name: str
+    host: str = ""
+    """As links name it; empty: not known, ask the cluster file."""
     uuid: str = ""
     kind: str = "cpu"
     timings: tuple[Timing, ...]
@@ -68,6 +72,14 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory | None = None
     jitter: float = 0.0
     """Relative standard deviation of a step's compute time."""
+    data_s: float = 0.0
+    """Reading one sample where the training thread reads it itself; 0 where loader workers read ahead."""
+    spreads: dict[str, float] = {}
+    """Half the middle 90 % of the repetitions of a number, by its field: optimizer_s, fixed_s, data_s, forward_part."""
+    notes: tuple[str, ...] = ()
+    """What was not measured, and why; what was reused."""
+    measured_at: float = 0.0
+    """Seconds since 1970; older than the profile's where the device's numbers were reused."""
 
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +90,7 @@ class LinkProfile(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     spread: float = 0.0
     """Relative spread of the bandwidth over repetitions."""
+    latency_spread_s: float = 0.0
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,14 +5,14 @@ that the same device measured alone meets the same luck as in the cluster.
 """
 
 from hashlib import blake2b
-from itertools import pairwise
 from math import exp
 from statistics import NormalDist
 
 import msgspec
 
-from ragtag.core.cluster import Device, DriftPoint, Emulation
+from ragtag.core.cluster import Device, Emulation
 from ragtag.core.mixing import seed_for
+from ragtag.core.speed_script import speed_at
 
 _GAUSS = NormalDist()
 
@@ -25,19 +25,7 @@ class DeviceSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     def speed_at(self, step: int) -> float:
         """Return the device's speed in `step`, without jitter."""
-        device = self.device
-        if device.flip is not None and (step - 1) // device.flip.period % 2:
-            return device.flip.speed
-        points = (DriftPoint(step=0, speed=device.speed), *device.drift)
-        if step >= points[-1].step:
-            return points[-1].speed
-        for point, following in pairwise(points):
-            if point.step <= step < following.step:
-                if device.drift_kind == "step":
-                    return point.speed
-                part = (step - point.step) / (following.step - point.step)
-                return point.speed + part * (following.speed - point.speed)
-        return device.speed
+        return speed_at(self.device, step)
 
     def compute_s(self, step: int, micro_batch: int, samples: int) -> float:
         """Return the time of forward and backward of one micro-batch of `samples`."""

@@ -5,8 +5,11 @@ backward has produced everything in it. The own sum stays untouched until the st
 always be done again.
 """
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter, process_time, thread_time
 
 import torch
 
@@ -14,6 +17,7 @@ from ragtag.comm.group import Group, Work
 from ragtag.comm.ring import Wire
 from ragtag.core.errors import ModelError
 from ragtag.runtime.device import HostMirror
+from ragtag.runtime.ring_cost import RingCost
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -54,14 +58,24 @@ class GradientSums:
         bucket_bytes: size at which a bucket is closed.
         wire: "fp32" or "bf16" on the wire.
         overlap: launch buckets from inside the last backward.
+        chunk_weights: relative size of what each rank owns in the ring, asked at every launch; None: equal.
 
     Between steps it leaves gradients alone: a script may run backwards of its own there.
     """
 
     def __init__(
-        self, parameters: NamedParameters, group: Group, *, bucket_bytes: int, wire: Wire = "fp32", overlap: bool = True
+        self,
+        parameters: NamedParameters,
+        group: Group,
+        *,
+        bucket_bytes: int,
+        wire: Wire = "fp32",
+        overlap: bool = True,
+        chunk_weights: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._group = group
+        self._chunk_weights = chunk_weights or (lambda: (1,) * group.world_size)
+        self.ring_cost = RingCost()
         self._wire: Wire | None = None if wire == "fp32" else wire
         self._overlap = overlap
         self.names = [name for name, _ in parameters]
@@ -84,11 +98,11 @@ class GradientSums:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """What is summed: number of parameters and of their elements."""
-        elements = sum(parameter.numel() for parameter in self._parameters)
-        return f"{len(self._parameters)} parameters, {elements} elements"
+        """A hash of what is summed: names, shapes and types of the parameters, in their order."""
+        parts = [(name, tuple(p.shape), str(p.dtype)) for name, p in zip(self.names, self._parameters)]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -172,7 +186,8 @@ class GradientSums:
                 torch._foreach_copy_(targets, sources)
         bucket.mirror.send()
         wire = self._wire_of(bucket)
-        bucket.work = self._group.all_reduce(bucket.mirror.host, wire=wire, ready=bucket.mirror.ready)
+        weights = self._chunk_weights()
+        bucket.work = self._group.all_reduce(bucket.mirror.host, weights=weights, wire=wire, ready=bucket.mirror.ready)
 
     def _wire_of(self, bucket: Bucket) -> Wire | None:
         return self._wire if bucket.flat.dtype == torch.float32 else None  # fp64 is not asked for to be rounded
@@ -191,10 +206,21 @@ class GradientSums:
 
     def wait(self) -> None:
         """Wait until every bucket holds the sum over ranks (bounded by the group)."""
+        began_s, others_began_s = perf_counter(), process_time() - thread_time()
+        times = []
         for bucket in self.buckets:
             assert bucket.work is not None
             self._group.wait(bucket.work, "reducing gradients")
+            times.append(bucket.work.result)
             bucket.mirror.receive()
+        if self._group.world_size > 1:
+            self.ring_cost.observe(
+                times,
+                self._chunk_weights(),
+                self._group.rank,
+                waited_s=perf_counter() - began_s,
+                cpu_s=process_time() - thread_time() - others_began_s,
+            )
 
     def zeros(self) -> list[torch.Tensor]:
         """Host tensors of zeros like the buckets: what a rank adds that has computed nothing."""
@@ -202,7 +228,11 @@ class GradientSums:
 
     def launch_flats(self, flats: Sequence[torch.Tensor]) -> list[Work]:
         """Start reducing `flats` in place of the buckets, in their order."""
-        return [self._group.all_reduce(flat, wire=self._wire_of(bucket)) for flat, bucket in zip(flats, self.buckets)]
+        weights = self._chunk_weights()
+        return [
+            self._group.all_reduce(flat, weights=weights, wire=self._wire_of(bucket))
+            for flat, bucket in zip(flats, self.buckets)
+        ]
 
     def accept(self, flats: Sequence[torch.Tensor]) -> None:
         """Take the reduced `flats` for the buckets' sums."""

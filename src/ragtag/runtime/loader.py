@@ -118,6 +118,11 @@ class UnitLoader:
             self.close()
             raise
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether workers read while the device computes."""
+        return bool(self._workers)
+
     def __contains__(self, key: object) -> bool:
         """Whether unit `key` was requested and not yet taken or forgotten."""
         return key in self._units

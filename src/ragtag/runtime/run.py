@@ -15,7 +15,8 @@ from ragtag.comm.group import Group
 from ragtag.control.absence import units_without
 from ragtag.control.ballot import Ballot
 from ragtag.control.controller import Controller
-from ragtag.control.observation import observe_ballots
+from ragtag.control.observation import Observation, observe_ballots
+from ragtag.control.pool_trial import PoolTrial
 from ragtag.control.pulling import Pool, choose_pool
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.config import Config
@@ -77,9 +78,12 @@ class Run:
     non_finite_steps: int = 0
     generation: int = 0
     apply_s: float = 0.0
+    num_settled: int = 0
+    """Steps that all ranks have agreed on; unlike their numbers, it never goes back."""
     absent: frozenset[int] = frozenset()
     """Ranks that were stood in for in the last step agreed on, and have no work in the next."""
     _gradients: GradientSums | None = None
+    _pool_trial: PoolTrial = field(default_factory=PoolTrial)
     _requested_through: int = 0
     _trainable: list[int] = field(default_factory=list)
     _prefetched_for: tuple[Plan, frozenset[int]] = field(init=False)
@@ -119,6 +123,7 @@ class Run:
                 bucket_bytes=self.config.bucket_bytes,
                 wire=self.config.wire,
                 overlap=self.config.overlap,
+                chunk_weights=lambda: self.plan.chunk_weights,
             )
         return self._gradients
 
@@ -174,9 +179,10 @@ class Run:
         rank."""
         if self.controller is None:
             return
-        decision = self.controller.observe(observe_ballots(ballots, self.controller.plan))
+        seen = observe_ballots(ballots, self.controller.plan)
+        decision = self.controller.observe(seen)
         base = self.controller.plan
-        pool = self._choose_pool(base)
+        pool = self._tried(self._choose_pool(base), seen)
         plan = msgspec.structs.replace(base, pulled=pool.pulled)
         if self.group.rank == 0 and decision is not None:
             log.info("step %d: %s", decision.step, decision.reason)
@@ -185,6 +191,18 @@ class Run:
         assert plan.unit == self.plan.unit, "the unit is the run's, whatever the plan"
         if plan != self.plan:
             self.plan = plan
+
+    def _tried(self, pool: Pool, seen: Observation) -> Pool:
+        """The pool, or none where it is not tried now and has not proved to pay."""
+        if self.config.pull is not None:
+            return pool
+        before = self._pool_trial
+        self._pool_trial = trial = before.observe(
+            step=seen.step, wall_s=seen.wall_s, pulled=bool(self.plan.pulled), wanted=bool(pool.pulled)
+        )
+        if self.group.rank == 0 and trial.verdict not in ("", before.verdict):
+            log.info("step %d: %s", seen.step, trial.verdict)
+        return pool if trial.pulls else Pool(pulled=())
 
     def _choose_pool(self, plan: Plan) -> Pool:
         assert self.controller is not None
@@ -196,7 +214,7 @@ class Run:
         if not all(speed.level_s > 0 and len(speed.jumps) >= least for speed in working):
             return Pool(pulled=())
         noise = [speed.noise for speed in speeds]
-        return choose_pool(plan, units, noise, pulling=bool(self.plan.pulled), wanted=self.config.pull)
+        return choose_pool(plan, units, noise, pulling=self._pool_trial.under_way, wanted=self.config.pull)
 
     def jump_to(self, committed: int) -> None:
         """Go on after step `committed`, for instance after a checkpoint was loaded."""

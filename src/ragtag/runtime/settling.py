@@ -117,6 +117,8 @@ class NoSums:
 
     def norm(self) -> torch.Tensor:
         """2-norm of the reduced sum of gradients."""
+        if not self._flats:
+            return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(flat).double() for flat in self._flats]))
 
     def has_gradient(self) -> bytes:
@@ -128,10 +130,23 @@ class NoSums:
         """Bytes that it holds."""
         return sum(flat.numel() * flat.element_size() for flat in (*self._flats, *self._change))
 
-    def hand_over(self) -> None:
-        """Put the sum where the training thread expects it."""
+    def hand_over(self, gradients: GradientSums) -> None:
+        """Put the sum into `gradients`, where the training thread expects it; see `check`."""
+        self.check(gradients)
         self._gradients.accept(self._flats)
         self._buffers.accept(self._change)
+
+    def check(self, gradients: GradientSums) -> None:
+        """Make sure that the training thread's `gradients` are those that this was made for.
+
+        Raises:
+            DisagreementError: they are of other parameters; so this script froze others than those of the other ranks.
+        """
+        if gradients is not self._gradients:
+            raise DisagreementError(
+                f"rank {self._group.rank} ({self._group.hosts[self._group.rank]}) trains other parameters than the "
+                f"ranks that went on while it was stalled. Freeze parameters after the same step on every rank."
+            )
 
 
 class Settling:
@@ -156,16 +171,22 @@ class Settling:
         self.ballots: list[Ballot] = []
         self.skipped = ""
         self._gradients = run.gradients() if after is None else after._gradients
-        if after is None:
-            self._gradients.begin()
-            run.buffers.begin()
-            self.sums: Reduction = OwnSums(self._gradients, run.buffers)
-        else:
-            self.sums = NoSums(self._gradients, run.buffers, run.group)
+        self.sums: Reduction = NoSums(self._gradients, run.buffers, run.group) if self.away else self._own_sums()
         self._attempt = 0
         self._launched = False
         self._lost: tuple[Units, ...] = ()
         """By rank, the units that it is to compute because others have not; empty: none are lost."""
+
+    def come_back(self) -> None:
+        """The training thread goes on here, all earlier steps applied; what it will compute needs sums of its own."""
+        if isinstance(self.sums, NoSums):
+            self.sums.check(self.run.gradients())
+            self.away, self.sums = False, self._own_sums()
+
+    def _own_sums(self) -> OwnSums:
+        self._gradients.begin()
+        self.run.buffers.begin()
+        return OwnSums(self._gradients, self.run.buffers)
 
     def settle(self, compute: Compute | None) -> bool:
         """Reduce and vote until every unit is in one sum, and return True.
@@ -243,6 +264,8 @@ class Settling:
             exposed_s=self._exposed_s,
             data_s=self.data_s,
             apply_s=run.apply_s,
+            add_s=self._gradients.ring_cost.add_s if in_person else 0.0,
+            send_s=self._gradients.ring_cost.send_s if in_person else 0.0,
             metrics=tuple(metrics),
             has_gradient=sums.has_gradient(),
         )
@@ -279,4 +302,5 @@ class Settling:
             run, self.number, self.ledger, self.losses, outcome, None if self.away else self._gradients
         )
         run.absent = outcome.absent
+        run.num_settled += 1
         run.follow_speeds(self.ballots)

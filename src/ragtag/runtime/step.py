@@ -31,30 +31,34 @@ def run_step(run: Run, number: int, cover: Cover) -> StepReport:
     `cover` stands in for this rank's thread where it stalls in its data or its forward.
     """
     started_s = time.perf_counter()
+    run.pace.step(number)
     settling = cover.settled(number)
     if settling is None:
         # 1. Own work: the sum of losses and gradients over the units the ledger says are ours.
         settling = Settling(run, number)
         cover.begin_step(number)
         run.prefetch(number)
-        run.pace.step(number)
         try:
             with cover.covering(settling):
                 work = run.work_of(settling.ledger)
                 compute(settling, work, cover)
         except StoodIn:
-            run.stopwatch.forget()
+            settling = None  # and with the error goes what its forward kept in memory
+        if settling is None:
             settling = cover.settled(number)
-            assert settling is not None, "who stands in for a step settles it"
+            assert settling is not None, "who stands in for a step settles it, or leaves an error"
+            if settling.outcome is not None:
+                run.stopwatch.forget()
 
     # 2. Reduce and vote, until everybody holds the same sum of everything.
     if settling.outcome is None:
         in_hand = settling
+        settling.come_back()
         settling.settle(lambda units: compute(in_hand, units, cover))
 
     # 3. Apply it, or skip it, everywhere alike.
     report = _apply(settling, started_s)
-    cover.finished(report.wall_s)
+    cover.finished(settling, report.wall_s)
     return report
 
 
@@ -69,6 +73,7 @@ def compute(settling: Settling, work: Iterable[Units], cover: Cover) -> None:
         waited_s = time.perf_counter()
         data = run.read(ledger, units)
         data_s = time.perf_counter() - waited_s
+        cover.begin_forward()
         group.note(number, "forward and backward")
         run.stopwatch.start()
         paced = run.pace.forward_backward(num_samples)
@@ -92,7 +97,8 @@ def _apply(settling: Settling, started_s: float) -> StepReport:
     sums, buffers = run.gradients(), run.buffers
     applying_s = time.perf_counter()
     if isinstance(settling.sums, NoSums):
-        settling.sums.hand_over()
+        settling.sums.hand_over(sums)
+        settling.lr = float(run.lr)  # when it was agreed on, the steps before had not been applied here
     factor = 1 / (settling.loss_factor * outcome.weight) if outcome.weight else math.nan
     grad_norm = outcome.norm * factor
     if settling.skipped:

@@ -22,6 +22,7 @@ from ragtag.emulate.environment import from_environment
 from ragtag.runtime import checks, state
 from ragtag.runtime.evaluation import Evaluation, evaluate
 from ragtag.runtime.loader import UnitLoader, check_dataset
+from ragtag.runtime.measure import measure, wanted_profile
 from ragtag.runtime.prepare import prepare
 from ragtag.runtime.script import ScriptPosition
 from ragtag.runtime.stand_in import Cover, NoCover, StandIn
@@ -109,6 +110,13 @@ class Trainer:
                 config=config,
                 emulator=emulator,
             )
+            wanted = wanted_profile(os.environ)
+            if wanted is not None:
+                measure(self._run, wanted, emulator=emulator)
+        if wanted is not None:
+            self._run.close()
+            self._group.close()
+            raise SystemExit(0)
 
         covered = self._run.controller is not None and self._run.config.cover_stalls
         self._cover: Cover = StandIn(self._run) if covered else NoCover()
@@ -157,12 +165,14 @@ class Trainer:
             # Asked anew each time: the loop's body may have loaded an older or a newer state.
             while self._script.is_open(call) and run.committed < last:
                 number = run.committed + 1
-                with self._failure_reaches_all(f"step {number}"):
-                    try:
+                try:
+                    with self._failure_reaches_all(f"step {number}"):
                         report = run_step(run, number, self._cover)
-                    except BaseException:
-                        run.abandon_step()
-                        raise
+                except BaseException:
+                    # In this order: until the others know, a stand-in may be giving in the sums that are dropped here.
+                    self._cover.withdraw()
+                    run.abandon_step()
+                    raise
                 self._group.note(number, "the script's own code after this step")
                 yield report
             complete = True

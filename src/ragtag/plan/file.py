@@ -1,0 +1,114 @@
+"""The plan file: what `ragtag plan --output` writes and `ragtag launch --plan` takes.
+
+The one idea: it names every device of the cluster it was made for, so that a launch on another one is refused by name
+instead of running with shares that mean something else.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from ragtag.core.errors import SettingError
+from ragtag.core.values import DocumentError, from_json, to_json
+from ragtag.cost.problem import Problem
+from ragtag.plan.search import Choice
+
+
+class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of the cluster, in its order."""
+
+    name: str
+    samples: int
+    micro_batch: int
+    takes_part: bool = True
+    memory_bytes: int | None = None
+
+
+class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan to launch."""
+
+    layout: str
+    global_batch_size: int
+    devices: tuple[PlannedDevice, ...]
+    predicted_step_s: float
+    predicted_samples_per_s: float
+    reason: str
+    unit: int = 1
+    not_yet: str = ""
+    """What the runtime cannot do yet; empty: it can run this plan."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of the devices that take part."""
+        return tuple(device.samples for device in self.devices if device.takes_part)
+
+    def common_micro_batch(self) -> int | None:
+        """Return the largest micro-batch that every device may use; None: whole shares at once."""
+        working = [device for device in self.devices if device.takes_part and device.samples]
+        if self.unit > 1 or all(device.micro_batch >= device.samples for device in working):
+            return None
+        # A device whose whole share is one micro-batch is not limited by that size.
+        return min(device.micro_batch for device in working if device.micro_batch < device.samples)
+
+
+def plan_file(problem: Problem, choice: Choice) -> PlanFile:
+    """Return the chosen candidate as a file's content."""
+    candidate, prediction = choice.best.candidate, choice.best.prediction
+    assert candidate is not None
+    assert prediction is not None
+    parts = {part.device: part for part in candidate.parts}
+    memory = {device.device: device.memory_bytes for device in prediction.devices}
+    return PlanFile(
+        layout=candidate.layout,
+        global_batch_size=problem.global_batch_size,
+        devices=tuple(
+            PlannedDevice(
+                name=rank.name,
+                samples=parts[rank.name].samples if rank.name in parts else 0,
+                micro_batch=parts[rank.name].micro_batch if rank.name in parts else 1,
+                takes_part=rank.name in parts,
+                memory_bytes=memory.get(rank.name),
+            )
+            for rank in problem.ranks
+        ),
+        predicted_step_s=prediction.step_s,
+        predicted_samples_per_s=prediction.samples_per_s,
+        reason=choice.reason,
+        unit=candidate.unit,
+        not_yet=candidate.not_yet,
+    )
+
+
+def save_plan(plan: PlanFile, path: Path) -> None:
+    """Write `plan` in one go.
+
+    Raises:
+        SettingError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(to_json(plan) + b"\n")
+        partial.replace(path)
+    except OSError as error:
+        raise SettingError(f"The plan cannot be written to {path}: {error.strerror}.") from None
+
+
+def load_plan(path: Path) -> PlanFile:
+    """Read a plan file.
+
+    Raises:
+        SettingError: it cannot be read or is no plan.
+    """
+    again = f"Make one: ragtag plan cluster.toml --profile p.json --output {path}."
+    try:
+        plan = from_json(PlanFile, path.read_bytes())
+    except OSError as error:
+        raise SettingError(f"The plan {path} cannot be read: {error.strerror}. {again}") from None
+    except DocumentError as error:
+        raise SettingError(f"{path}: {error} {again}") from None
+    if not plan.devices or sum(plan.shares) != plan.global_batch_size:
+        raise SettingError(
+            f"{path}: the shares of its devices sum to {sum(plan.shares)}, its global batch is "
+            f"{plan.global_batch_size}. {again}"
+        )
+    return plan

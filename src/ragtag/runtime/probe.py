@@ -1,0 +1,307 @@
+"""One rank's device, model, optimizer and data as the `Probe` that `ragtag.profile` measures.
+
+The one idea: it does what a training step does, with the run's own loader, loss function, buffers, gradient sums, pace
+and memory cap, and puts everything back that this changes.
+"""
+
+import copy
+import gc
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragtag.core.profile import Block
+from ragtag.emulate.memory import MemoryCap, MemoryLimit, NoMemoryLimit
+from ragtag.profile.probe import MicroBatch, Update
+from ragtag.runtime.batches import to_device
+from ragtag.runtime.block_probe import measure_blocks
+from ragtag.runtime.blocks import find_blocks, recomputing
+from ragtag.runtime.device import copies_asynchronously
+from ragtag.runtime.loss import Loss, as_loss
+from ragtag.runtime.loss_sums import LossSums
+from ragtag.runtime.precision import autocast
+from ragtag.runtime.run import Run
+
+_COUNTING = 1 << 62
+"""A cap that nothing reaches: it only counts."""
+_PART_OF_FREE_MEMORY = 0.8
+
+
+class RunProbe:
+    """Measures with `run`, before its first step.
+
+    Args:
+        run: this rank.
+        least: smallest micro-batch, in samples.
+        ranks_on_host: how many ranks share this host's memory, on a CPU.
+        pretended: the device is emulated, and has no limit but the one it is given.
+    """
+
+    def __init__(self, run: Run, *, least: int, ranks_on_host: int = 1, pretended: bool = False) -> None:
+        self._run = run
+        self._least = least
+        self._epoch = run.sampler.batch(1).epoch
+        self._step = 0
+        self._reads = 0
+        self._blocks, self.refusal = find_blocks(run.model)
+        self.capacity_bytes, self._limit = _limits(run, ranks_on_host)
+        if pretended and self._limit is not run.memory:
+            self.capacity_bytes = None  # the machine's own memory still ends the search
+
+    def micro_batch(self, samples: int, *, recompute: bool) -> MicroBatch:
+        """Forward and backward of one micro-batch, as a step does it: read, paced, under the memory cap."""
+        run = self._run
+        began_s = time.perf_counter()
+        data = self._read(samples)
+        data_s = time.perf_counter() - began_s
+        # Numbers before the first step: drift has not begun and stalls are not due, but luck is drawn anew each time.
+        self._step -= 1
+        run.pace.step(self._step)
+        run.gradients().begin()
+        forward_s, total_s = self._compute(data, samples, recompute, paced=True, memory=run.memory)
+        return MicroBatch(data_s=data_s, forward_s=forward_s, total_s=total_s)
+
+    def update(self) -> Update:
+        """End a step after a small micro-batch; parameters are put back, optimizer state stays until `restored`."""
+        run, least = self._run, self._least
+        sums, device = run.gradients(), run.device
+        losses = LossSums(run.nature.metric_names, device)
+        sums.begin()
+        data = self._read(least)
+        self._compute(data, least, False, paced=False, memory=run.memory, losses=losses)
+        before = [parameter.detach().clone() for parameter in run.model.parameters()]
+        self._step -= 1
+        run.pace.step(self._step)
+        marks = _Marks(device)
+        for bucket in sums.buckets:
+            for slot in bucket.slots:
+                own = sums.own_sum(slot.index)
+                slot.view.zero_() if own is None else slot.view.copy_(own)
+        losses.numbers(sums.norm(), run.lr)
+        sums.install(1 / (run.loss_factor * least), sums.has_gradient())
+        with run.pace.fixed():
+            pass
+        marks.add()
+        with run.pace.optimizer():
+            run.optimizer.step()
+        marks.add()
+        fixed_s, optimizer_s = marks.between()
+        with torch.no_grad():
+            for parameter, value in zip(run.model.parameters(), before):
+                parameter.copy_(value)
+        sums.begin()
+        return Update(fixed_s=fixed_s, optimizer_s=optimizer_s)
+
+    def fits(self, samples: int, *, recompute: bool) -> bool:
+        """Whether such a micro-batch raises no out-of-memory error, unpaced."""
+        try:
+            self._attempt(samples, recompute, self._limit)
+            return True
+        except torch.OutOfMemoryError:
+            pass  # Out of the handler first: the traceback holds what is to be freed.
+        self._run.abandon_step()
+        gc.collect()
+        self._empty_cache()
+        return False
+
+    def peak_bytes(self, samples: int, *, recompute: bool) -> int:
+        """Most memory in use: what the allocator says, on a CPU what is kept for backward."""
+        device, module = self._run.device, _allocator(self._run.device)
+        self._empty_cache()
+        if module is not None:
+            module.reset_peak_memory_stats(device)
+            self._attempt(samples, recompute, NoMemoryLimit())
+            module.synchronize(device)
+            return int(module.max_memory_allocated(device))
+        with self._counting() as counter:
+            self._attempt(samples, recompute, counter)
+        return counter.peak_bytes
+
+    def kept_bytes(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        parameters = list(self._run.model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return _num_bytes(parameters) + _num_bytes(trained) + self.optimizer_bytes()
+
+    def optimizer_bytes(self) -> int:
+        """The optimizer's state, as it is now."""
+        states = self._run.optimizer.state.values()
+        return _num_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+    def blocks(self, samples: int, sample_s: float) -> tuple[Block, ...]:
+        """The blocks' times and bytes; together they take `sample_s` a sample, on an emulated device in its time."""
+        if self.refusal:
+            return ()
+        run = self._run
+        data = to_device(self._read(samples), run.device)
+        with self._counting() as counter:
+            blocks, self.refusal = measure_blocks(
+                run.model,
+                self._blocks,
+                lambda: self._loss(data, samples).total * run.loss_factor,
+                samples=samples,
+                device=run.device,
+                autocast=lambda: autocast(run.device_precision, run.device),
+                counter=counter,
+                sample_s=sample_s,
+            )
+        run.abandon_step()
+        return blocks
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put parameters, buffers, optimizer state and gradients back at the end as they are now."""
+        run = self._run
+        with torch.no_grad():
+            tensors = [tensor.detach() for _, tensor in run.named_tensors()]
+            values = [tensor.to("cpu", copy=True) for tensor in tensors]
+        state = copy.deepcopy(run.optimizer.state_dict()) if run.optimizer.state else None
+        try:
+            yield
+        finally:
+            run.abandon_step()
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values):
+                    tensor.copy_(value)
+            run.optimizer.state.clear()
+            if state is not None:
+                run.optimizer.load_state_dict(state)
+            if self._limit is not run.memory:
+                self._limit.detach()
+            self._empty_cache()
+
+    def _attempt(self, samples: int, recompute: bool, memory: MemoryLimit) -> None:
+        """As in a step of several micro-batches, in which gradients of an earlier one are there already."""
+        self._run.gradients().begin()
+        for size in (self._least, samples):
+            self._compute(self._read(size), size, recompute, paced=False, memory=memory)
+
+    def _read(self, samples: int) -> Any:
+        run = self._run
+        self._reads += 1
+        key = (1, -self._reads)
+        run.loader.request(key, self._epoch, run.sampler.indices(1, 0, samples))
+        return run.loader.take([key])
+
+    def _compute(
+        self,
+        data: Any,
+        samples: int,
+        recompute: bool,
+        *,
+        paced: bool,
+        memory: MemoryLimit,
+        losses: LossSums | None = None,
+    ) -> tuple[float, float]:
+        """Return the seconds of forward, and of forward and backward."""
+        run = self._run
+        run.buffers.begin()
+        marks = _Marks(run.device)
+        region = run.pace.forward_backward(samples) if paced else nullcontext()
+        with recomputing(self._blocks, active=recompute), region, memory.forward_backward():
+            batch = to_device(data, run.device, non_blocking=copies_asynchronously(run.device))
+            loss = self._loss(batch, samples)
+            marks.add()
+            run.buffers.end_forward(samples)
+            if losses is not None:
+                losses.add(loss, (0,))
+            run.gradients().begin_backward(last=False)
+            if loss.total.requires_grad:
+                (loss.total * run.loss_factor).backward()
+            del loss
+        marks.add()
+        forward_s, backward_s = marks.between()
+        run.buffers.roll_back()
+        return forward_s, forward_s + backward_s
+
+    def _loss(self, batch: Any, samples: int) -> Loss:
+        run = self._run
+        with autocast(run.device_precision, run.device):
+            return as_loss(run.loss_fn(run.model, batch), num_samples=samples)
+
+    @contextmanager
+    def _counting(self) -> Iterator[MemoryCap]:
+        counter = MemoryCap(_COUNTING, device="this device")
+        counter.attach(self._run.model, self._run.optimizer)
+        try:
+            yield counter
+        finally:
+            counter.detach()
+
+    def _empty_cache(self) -> None:
+        module = _allocator(self._run.device)
+        if module is not None:
+            module.empty_cache()
+
+
+class _Marks:
+    """Moments of a device's work, from construction on; on an accelerator events, read once it has finished."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+        self.add()
+
+    def add(self) -> None:
+        """Mark now."""
+        if self._device.type in ("cpu", "mps"):
+            if self._device.type == "mps":
+                torch.mps.synchronize()
+            self._marks.append(time.perf_counter())
+        else:
+            event = torch.Event(self._device, enable_timing=True)
+            event.record()
+            self._marks.append(event)
+
+    def between(self) -> list[float]:
+        """Seconds from each mark to the next."""
+        if self._device.type in ("cpu", "mps"):
+            return [end - start for start, end in zip(self._marks, self._marks[1:])]
+        self._marks[-1].synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in zip(self._marks, self._marks[1:])]
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _allocator(device: torch.device) -> Any | None:
+    """The module that knows an accelerator's memory; None where there is no such thing."""
+    if device.type in ("cpu", "mps"):
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "max_memory_allocated") else None
+
+
+def _limits(run: Run, ranks_on_host: int) -> tuple[int | None, MemoryLimit]:
+    """What the device has, and what raises when a micro-batch needs more."""
+    if isinstance(run.memory, MemoryCap):
+        return run.memory.cap_bytes, run.memory
+    if run.device.type != "cpu":
+        module = _allocator(run.device)
+        if module is None or not hasattr(module, "mem_get_info"):
+            return None, NoMemoryLimit()
+        free_bytes = module.mem_get_info(run.device)[0]
+        return int(free_bytes + module.memory_reserved(run.device)), NoMemoryLimit()
+    free_bytes = _free_host_bytes()
+    if free_bytes is None:
+        return None, NoMemoryLimit()
+    capacity_bytes = int(_PART_OF_FREE_MEMORY * free_bytes / ranks_on_host)
+    cap = MemoryCap(capacity_bytes, device="cpu")
+    cap.attach(run.model, run.optimizer)
+    return capacity_bytes, cap
+
+
+def _free_host_bytes(file: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        for line in file.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (OSError, ValueError):
+        return None
