@@ -1,3 +1,4 @@
+import math
 import random
 from functools import reduce
 
@@ -148,3 +149,14 @@ def test_robust_averages_lie_between_the_values(values):
 def test_log_ratio_is_odd_and_near_the_logarithm():
     assert log_ratio(1.2, 1.0) == pytest.approx(0.1823, abs=0.001)
     assert log_ratio(1.0, 1.2) == -log_ratio(1.2, 1.0)
+
+
+def test_pulled_samples_teach_no_fixed_cost():
+    random_numbers = random.Random(3)
+    speed = Speed()
+    for _ in range(200):
+        slowdown = math.exp(0.3 * random_numbers.gauss(0, 1))
+        samples = max(1, round(16 / slowdown))  # who is fast in a step gets more of it
+        speed = speed.observe(samples, 3, 0.04 * samples * slowdown, planned=False)
+    assert speed.fixed.size(10, 3) == 10, "nothing but the samples costs time"
+    assert speed.level_s == pytest.approx(0.04, rel=0.15)

@@ -125,7 +125,9 @@ class Controller:
         A step under another plan than the one in force still says how fast the ranks are.
         """
         state = self._state
-        state = msgspec.structs.replace(state, cluster=observe_step(state.cluster, seen))
+        shares = state.plan.shares
+        moved = seen.plan_id == plan_id(state.plan) and sum(seen.samples) == sum(shares) and seen.samples != shares
+        state = msgspec.structs.replace(state, cluster=observe_step(state.cluster, seen, planned=not moved))
         if state.parked is None:
             idle = [rank for rank, share in enumerate(state.plan.shares) if not share]
             state = msgspec.structs.replace(state, parked=tuple(Parked(rank=rank, since=seen.step) for rank in idle))

@@ -51,8 +51,8 @@ def cluster_of(world_size: int, presence_s: Sequence[float] = ()) -> Cluster:
     )
 
 
-def observe_step(cluster: Cluster, seen: Observation) -> Cluster:
-    """Return what is known after one more step."""
+def observe_step(cluster: Cluster, seen: Observation, *, planned: bool = True) -> Cluster:
+    """Return what is known after one more step; `planned`: every rank computed what the plan gave it."""
     slowest_s = max(map(add, seen.apply_s, seen.compute_s))
     rest_s = seen.wall_s - slowest_s - _presence_s(cluster, seen.samples)
     rest = (*cluster.recent_rest_s, max(rest_s, 0.0)) if rest_s < 1e9 else cluster.recent_rest_s
@@ -63,7 +63,12 @@ def observe_step(cluster: Cluster, seen: Observation) -> Cluster:
             apply_s[rank] = midmean(recent[rank])
     return msgspec.structs.replace(
         cluster,
-        speeds=tuple(map(Speed.observe, cluster.speeds, seen.samples, seen.micro_batches, seen.compute_s)),
+        speeds=tuple(
+            Speed.observe(speed, samples, micro_batches, seconds, planned)
+            for speed, samples, micro_batches, seconds in zip(
+                cluster.speeds, seen.samples, seen.micro_batches, seen.compute_s
+            )
+        ),
         recent_apply_s=tuple(recent),
         apply_s=tuple(apply_s),
         recent_rest_s=rest[-_RECENT:],

@@ -36,6 +36,8 @@ class Step(NamedTuple):
     samples: int
     micro_batches: int
     seconds: float
+    planned: bool = True
+    """False: luck decided how many samples it were, so they say nothing about fixed costs."""
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +83,16 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         """Predicted seconds for `samples` in `micro_batches` forwards; does not decrease with either."""
         return self.level_s * self.fixed.size(samples, micro_batches)
 
-    def observe(self, samples: int, micro_batches: int, seconds: float) -> "Speed":
-        """Return the speed after one more step; a step without samples or with an impossible time says nothing."""
+    def observe(self, samples: int, micro_batches: int, seconds: float, planned: bool = True) -> "Speed":
+        """Return the speed after one more step; a step without samples or with an impossible time says nothing.
+
+        Where a step's samples were not `planned` (pulled, or another rank's), a fast step gets more of them: that must
+        not pass for a fixed cost.
+        """
         since_faster, since_change = self.since_faster + 1, self.since_change + 1
         if samples <= 0 or micro_batches <= 0 or not _SHORTEST_S < seconds < _LONGEST_S:
             return msgspec.structs.replace(self, since_faster=since_faster, since_change=since_change)
-        speed = _append(self, Step(samples, micro_batches, seconds), since_faster, since_change)
+        speed = _append(self, Step(samples, micro_batches, seconds, planned), since_faster, since_change)
         return _follow(_learn_fixed_cost(speed))
 
 
@@ -126,10 +132,12 @@ def _alike(samples: int, others: int) -> bool:
 
 
 def _newest_block(speed: Speed) -> Block | None:
-    """The newest steps with the same share, at most five, if there are two."""
+    """The newest steps with the same planned share, at most five, if there are two."""
     steps, newest = speed.steps, speed.steps[-1]
+    if not newest.planned:
+        return None
     count = 1
-    while count < min(5, len(steps)) and steps[-1 - count].samples == newest.samples:
+    while count < min(5, len(steps)) and steps[-1 - count].planned and steps[-1 - count].samples == newest.samples:
         count += 1
     if count < 2:
         return None
