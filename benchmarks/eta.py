@@ -140,7 +140,9 @@ def measure_blocks(
     equal_steps = min(steps // 2, case.equal_steps or steps)
     blocks = {name: equal_steps if name.endswith("_equal") else steps for name in ways}
     for way in (alone, *ways.values()):
-        way.run(arguments.warm_up if isinstance(way, RagtagWay) or way is alone else 1, 1)
+        way.run(
+            arguments.warm_up if isinstance(way, RagtagWay) else min(12, arguments.warm_up) if way is alone else 1, 1
+        )
     rows = alternate(case, arguments, alone, ways, blocks, rank)
     own = ways["ragtag"]
     assert isinstance(own, RagtagWay)
@@ -246,7 +248,11 @@ def launch(name: str, arguments: argparse.Namespace, directory: Path, peer: str 
     """The command that runs a case, or one peer in it; it meets, and fails, in `directory`."""
     cluster = directory / f"{name}.toml"
     cluster.write_text(CASES[name].toml())
-    numbers = {"--rounds": arguments.rounds, "--steps": arguments.steps, "--warm-up": arguments.warm_up}
+    numbers = {
+        "--rounds": arguments.rounds,
+        "--steps": arguments.steps,
+        "--warm-up": arguments.warm_up or CASES[name].warm_up,
+    }
     own = ["--case", name, *(word for key, value in numbers.items() for word in (key, str(value)))]
     command = [sys.executable, "-m", "ragtag.cli.main", "launch", "--emulate", str(cluster), __file__, *own]
     return [*command, *(["--peer", peer] if peer else []), "--meeting", str(directory / "meeting")]
@@ -321,7 +327,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0, help="steps of a block; 0: as the case says")
-    parser.add_argument("--warm-up", type=int, default=12, help="steps in which paces and shares find their place")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps before; 0: as the case says")
     parser.add_argument("--quick", action="store_true", help="the first two cases, one short round")
     parser.add_argument("--peer", action="append", default=[], choices=sorted(PEERS), help="put a peer beside it")
     parser.add_argument("--json", action="store_true")

@@ -32,6 +32,8 @@ class Case:
     """What the target is of: ragtag's eta, or its speed relative to another way."""
     steps: int = 8
     """Steps of a block."""
+    warm_up: int = 12
+    """Steps before, in which shares find their place; where work is pulled, ragtag tries 12 steps with and 12 without."""
     emulate: str = "sample_ms = 40"
     devices: tuple[str, ...] = ()
     """Further TOML, by device."""
@@ -81,6 +83,7 @@ CASES = {
         by_hand=(32, 32, 8),
         target=0.85,
         steps=10,
+        warm_up=40,
         emulate="",
         devices=("cpu_percent = 60", "cpu_percent = 60", "cpu_percent = 15"),
         equal_steps=3,
@@ -90,6 +93,7 @@ CASES = {
         **_FOUR,
         target=0.90,
         steps=10,
+        warm_up=40,
         emulate=_JITTER.format("step"),
         against=("planned",),
         equal_steps=2,
@@ -100,6 +104,7 @@ CASES = {
         target=1.03,
         compared="ragtag_planned",
         steps=10,
+        warm_up=40,
         emulate=_JITTER.format("micro_batch"),
         micro_batch=1,
         against=("planned",),
