@@ -139,10 +139,9 @@ def measure_blocks(
         ways["ragtag_pinned"] = RagtagWay(case, dataset, shares=case.pinned)
     equal_steps = min(steps // 2, case.equal_steps or steps)
     blocks = {name: equal_steps if name.endswith("_equal") else steps for name in ways}
-    for way in (alone, *ways.values()):
-        way.run(
-            arguments.warm_up if isinstance(way, RagtagWay) else min(12, arguments.warm_up) if way is alone else 1, 1
-        )
+    alone.run(min(12, arguments.warm_up), 1)
+    for way in ways.values():
+        way.run(arguments.warm_up if isinstance(way, RagtagWay) else 1, 1)
     rows = alternate(case, arguments, alone, ways, blocks, rank)
     own = ways["ragtag"]
     assert isinstance(own, RagtagWay)
@@ -248,11 +247,8 @@ def launch(name: str, arguments: argparse.Namespace, directory: Path, peer: str 
     """The command that runs a case, or one peer in it; it meets, and fails, in `directory`."""
     cluster = directory / f"{name}.toml"
     cluster.write_text(CASES[name].toml())
-    numbers = {
-        "--rounds": arguments.rounds,
-        "--steps": arguments.steps,
-        "--warm-up": arguments.warm_up or CASES[name].warm_up,
-    }
+    warm_up = arguments.warm_up or CASES[name].warm_up
+    numbers = {"--rounds": arguments.rounds, "--steps": arguments.steps, "--warm-up": warm_up}
     own = ["--case", name, *(word for key, value in numbers.items() for word in (key, str(value)))]
     command = [sys.executable, "-m", "ragtag.cli.main", "launch", "--emulate", str(cluster), __file__, *own]
     return [*command, *(["--peer", peer] if peer else []), "--meeting", str(directory / "meeting")]

@@ -33,7 +33,7 @@ class Case:
     steps: int = 8
     """Steps of a block."""
     warm_up: int = 12
-    """Steps before, in which shares find their place; where work is pulled, ragtag tries 12 steps with and 12 without."""
+    """Steps before, in which shares find their place; ragtag tries pulling for 12 steps with it and 12 without."""
     emulate: str = "sample_ms = 40"
     devices: tuple[str, ...] = ()
     """Further TOML, by device."""
