@@ -1,4 +1,4 @@
-"""A pool is kept only where steps with it were faster than steps without it."""
+"""A pool is given up where steps with it were slower, beyond doubt, than steps without it."""
 
 import random
 from itertools import pairwise
@@ -19,7 +19,7 @@ def run(steps, with_s, without_s, *, wanted=lambda step: True, jitter=0.0, seed=
 def test_what_pays_is_kept():
     pulled, trial = run(100, 0.9, 1.0)
     assert trial.kept
-    assert trial.verdict == "pulling work pays: 0.9 s a step with it, 1 s without"
+    assert trial.verdict == "pulling work is kept: 0.9 s a step with it, 1 s without"
     assert not any(pulled[1 + STEPS : 1 + 2 * STEPS])
     assert all(pulled[1 + 2 * STEPS :])
 
@@ -37,7 +37,7 @@ def test_what_costs_more_than_it_saves_is_tried_less_and_less():
 
 def test_noise_seldom_decides():
     kept = sum(run(30, 0.93, 1.0, jitter=0.08, seed=seed)[1].kept for seed in range(200))
-    assert kept > 180
+    assert kept > 190
     kept = sum(run(30, 1.15, 1.0, jitter=0.08, seed=seed)[1].kept for seed in range(200))
     assert kept < 4
 
