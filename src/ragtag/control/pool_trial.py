@@ -60,7 +60,11 @@ class PoolTrial(msgspec.Struct, frozen=True, kw_only=True):
         times = f"{with_s:.3g} s a step with it, {without_s:.3g} s without"
         if with_s < _DOUBT * without_s:
             return PoolTrial(
-                pulls=True, kept=True, next_step=self.next_step, wait=self.wait, verdict=f"pulling work is kept: {times}"
+                pulls=True,
+                kept=True,
+                next_step=self.next_step,
+                wait=self.wait,
+                verdict=f"pulling work is kept: {times}",
             )
         again = step + self.wait
         return PoolTrial(
