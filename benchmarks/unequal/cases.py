@@ -106,7 +106,7 @@ CASES = {
         steps=10,
         warm_up=40,
         emulate=_JITTER.format("micro_batch"),
-        micro_batch=2,
+        micro_batch=1,
         against=("planned",),
         equal_steps=2,
     ),
