@@ -15,7 +15,7 @@ from ragtag.cli.demo_table import dishonest, outcome
 from ragtag.cli.demo_timeline import KINDS, Timeline
 from ragtag.cli.demo_training import Row
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #16202e; --quiet: #5c6778; --card: #f3f5f8; --line: #d5dae2;
   --busy: #1f6fd6; --communicating: #f2a900; --lane: #e9ecf1; --wait-a: #fbe3df; --wait-b: #f0a093; --ddp: #d4553f; }
 @media (prefers-color-scheme: dark) { :root { --page: #11161d; --text: #e8ecf2; --quiet: #9aa6b6; --card: #1a212b;
@@ -57,7 +57,7 @@ ol { padding-left: 1.2rem; } .warning { border: 2px solid var(--ddp); border-rad
   .device > :last-child { justify-content: end; }
   .lane { grid-row: 2; grid-column: 1 / 3; } .axis { margin: 0; } }
 """
-_MEANING = {
+MEANING = {
     "busy": "busy: forward, backward, optimizer",
     "communicating": "communicating",
     "waiting": "waiting for a slower device",
@@ -82,7 +82,7 @@ def _page(result: DemoResult, shown: tuple[Timeline, Timeline], rows: tuple[Sequ
     ddp, ours = result.ddp, result.ragtag
     solo = sum(device.solo_samples_per_s for device in result.devices)
     speeds = ", ".join(f"{device.speed:g}" for device in result.devices)
-    legend = "".join(f'<span><i class="{kind}"></i>{_MEANING[kind]}</span>' for kind in KINDS)
+    legend = "".join(f'<span><i class="{kind}"></i>{MEANING[kind]}</span>' for kind in KINDS)
     warning = "" if result.honest else f'<p class="warning">{escape(dishonest(result))}</p>'
     return f"""<!doctype html>
 <html lang="en">
@@ -90,7 +90,7 @@ def _page(result: DemoResult, shown: tuple[Timeline, Timeline], rows: tuple[Sequ
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>ragtag demo: one training on unequal devices, twice</title>
-<style>{_STYLE}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <h1>One training on {len(result.devices)} unequal devices, twice</h1>

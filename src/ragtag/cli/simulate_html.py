@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ragtag.cli.demo_html import _MEANING, _STYLE
+from ragtag.cli.demo_html import MEANING, STYLE
 from ragtag.cli.demo_timeline import KINDS, Timeline, timeline
 from ragtag.cli.demo_training import Row
 from ragtag.sim.result import Simulated
@@ -32,7 +32,7 @@ def _page(ways: Sequence[Simulated], source: str) -> str:
         f"{way.wasted_device_hours:.2f} of {way.device_hours:.2f} device-hours wasted</div>"
         for way in ways
     )
-    legend = "".join(f'<span><i class="{kind}"></i>{_MEANING[kind]}</span>' for kind in KINDS)
+    legend = "".join(f'<span><i class="{kind}"></i>{MEANING[kind]}</span>' for kind in KINDS)
     drawn = [(way, timeline(_rows(way))) for way in ways if way.last_steps]
     window_s = min((each.duration_s for _, each in drawn), default=0.0)
     panels = "".join(_panel(way, each.last(window_s)) for way, each in drawn)
@@ -48,7 +48,7 @@ def _page(ways: Sequence[Simulated], source: str) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>ragtag simulate: {escape(source)}</title>
-<style>{_STYLE}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <h1>{ours.wall_s / 3600:.3g} hours on {len(ours.devices)} virtual devices</h1>

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ragtag.core.errors import SettingError
+from ragtag.core.one_go import write_in_one_go
 
 SCHEMA = 1
 
@@ -129,10 +130,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: str | Path) -> None:
         """Write the file in one go: a reader never sees half of it."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(self.to_json())
-        partial.replace(path)
+        write_in_one_go(Path(path), self.to_json())
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ragtag.core.errors import SettingError
+from ragtag.core.one_go import write_in_one_go
 from ragtag.core.values import DocumentError, from_json, to_json
 from ragtag.cost.problem import Problem
 from ragtag.plan.search import Choice
@@ -85,10 +86,8 @@ def save_plan(plan: PlanFile, path: Path) -> None:
     Raises:
         SettingError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(to_json(plan) + b"\n")
-        partial.replace(path)
+        write_in_one_go(path, to_json(plan) + b"\n")
     except OSError as error:
         raise SettingError(f"The plan cannot be written to {path}: {error.strerror}.") from None
 

@@ -23,10 +23,10 @@ from ragtag.runtime.gradients import GradientSums
 from ragtag.runtime.loss_sums import LossSums
 from ragtag.runtime.non_finite import reason_to_skip
 from ragtag.runtime.run import Run
+from ragtag.runtime.work import Units
 
 log = logging.getLogger("ragtag")
 
-Units = tuple[int, ...]
 Compute = Callable[[Iterable[Units]], None]
 """Adds micro-batches to the own sums."""
 

@@ -20,9 +20,9 @@ from ragtag.runtime.precision import autocast
 from ragtag.runtime.random_watch import RandomWatch
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
 from ragtag.runtime.run import Run
-from ragtag.runtime.settling import NoSums, Settling, Units
+from ragtag.runtime.settling import NoSums, Settling
 from ragtag.runtime.stand_in import Cover, StoodIn
-from ragtag.runtime.work import StepWork
+from ragtag.runtime.work import StepWork, Units
 
 
 def run_step(run: Run, number: int, cover: Cover) -> StepReport:
