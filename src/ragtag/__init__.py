@@ -10,6 +10,7 @@ from ragtag.core.decision import Decision
 from ragtag.core.errors import (
     CheckpointError,
     DataError,
+    DeviceMemoryError,
     DisagreementError,
     LaunchError,
     LossError,
@@ -34,6 +35,7 @@ __all__ = [
     "Config",
     "DataError",
     "Decision",
+    "DeviceMemoryError",
     "DisagreementError",
     "Evaluation",
     "LaunchError",

@@ -17,6 +17,7 @@ import time
 import torch
 
 import ragtag.comm.rendezvous
+import ragtag.runtime.trainer
 
 
 def become_rank(rank: int, world_size: int, listener: socket.socket, script: str, word: str, folder: str) -> None:
@@ -69,4 +70,5 @@ for run in sys.argv[2:]:
     answers[word] = outcomes(pids, folder)
     shutil.rmtree(folder)
 assert ragtag.comm.rendezvous
+assert ragtag.runtime.trainer
 print(json.dumps(answers))

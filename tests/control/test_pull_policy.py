@@ -24,7 +24,7 @@ def choose(noise, *, pulling=False, wanted=None, shares=(16, 16, 8, 4)):
 def test_quiet_ranks_pull_nothing_and_noisy_ones_do():
     assert choose(0.01).pulled == ()
     noisy = choose(0.3)
-    assert noisy.pulled == (9, 9, 4, 2)
+    assert noisy.pulled == (12, 12, 6, 3)
     assert noisy.predicted_gain == pytest.approx(1.03 * 0.3 / (1 + 1.03 * 0.3))
     assert "vary by 30 %" in noisy.reason
 

@@ -37,6 +37,11 @@ def test_defaults():
         "pull": None,
         "cover_stalls": True,
         "check_replicas_every": 100,
+        "checkpoint": None,
+        "checkpoint_every_s": 600.0,
+        "checkpoint_every_steps": None,
+        "checkpoint_keep": 3,
+        "resume": True,
     }
 
 
@@ -80,12 +85,20 @@ def test_ragtag_config_names_the_file(write):
         ("SEED_SAMPLES", "Yes", True),
         ("PATIENCE_S", "2.5", 2.5),
         ("CHECK_REPLICAS_EVERY", "0", 0),
+        ("CHECKPOINT", "s3://bucket/runs", "s3://bucket/runs"),
+        ("CHECKPOINT_EVERY_S", "none", None),
+        ("CHECKPOINT_EVERY_S", "60", 60.0),
+        ("RESUME", "0", False),
     ],
 )
 def test_variables_are_read_as_their_type(variable, text, value):
     config = resolve({"unit": 3} if variable != "UNIT" else {}, {f"RAGTAG_{variable}": text})
     assert getattr(config, variable.lower()) == value
     assert type(getattr(config, variable.lower())) is type(value)
+
+
+def test_a_path_is_taken_for_a_directory(tmp_path):
+    assert resolve({"checkpoint": tmp_path}).checkpoint == str(tmp_path)
 
 
 def test_none_can_be_spelt_in_the_file(write):
@@ -116,6 +129,14 @@ WRONG = [
     ("overlap", None),
     ("cover_stalls", "sometimes"),
     ("check_replicas_every", -1),
+    ("checkpoint", ""),
+    ("checkpoint", 3),
+    ("checkpoint_every_s", 0),
+    ("checkpoint_every_s", "10 minutes"),
+    ("checkpoint_every_steps", 0),
+    ("checkpoint_keep", 0),
+    ("checkpoint_keep", None),
+    ("resume", "no"),
 ]
 
 
@@ -182,7 +203,7 @@ def test_a_misspelt_variable_is_answered_with_the_closest(variable, meant):
 
 
 def test_other_variables_are_left_alone():
-    names = ["STORE_FD", "LAUNCHED", "SHARES", "CONFIG", "DEVICE", "HOSTNAME", "TOKEN"]
+    names = ["STORE_FD", "LAUNCHED", "LAUNCHER_PIPE", "SHARES", "CONFIG", "DEVICE", "HOSTNAME", "TOKEN"]
     environ = {f"RAGTAG_{name}": "" for name in names} | {"UNIT": "x", "RAGTAGUNIT": "x"}
     assert resolve({}, environ) == resolve()
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragtag.core.profile import DeviceProfile, Memory, Timing
+from ragtag.cost.reduction import Line
 from ragtag.plan.allocate import Seat, allocate
 from ragtag.plan.apportion import apportion_times
 from ragtag.plan.load import Load, Option, own_options
@@ -22,9 +23,8 @@ devices = st.builds(
 )
 seats = st.builds(
     lambda one, size, limit, hidden, first_s, last_s: Seat(
-        load=Load(one, (Option(micro_batch=size),), limit=limit, hidden=hidden),
-        first_s=first_s,
-        last_s=min(last_s, first_s),
+        load=Load(one, (Option(micro_batch=size),), limit=limit),
+        lines=(Line(hidden, first_s), Line(hidden / 2, (first_s + last_s) / 2), Line(0.0, min(last_s, first_s))),
     ),
     devices,
     st.none() | st.integers(1, 8),
@@ -36,7 +36,7 @@ seats = st.builds(
 
 
 def ends_s(chosen, units):
-    return [seat.load.end_s(count, seat.first_s, seat.last_s) for seat, count in zip(chosen, units)]
+    return [seat.load.end_s(count, seat.lines) for seat, count in zip(chosen, units)]
 
 
 @given(st.lists(seats, min_size=1, max_size=3), st.integers(1, 12))
@@ -60,7 +60,7 @@ def test_it_ends_as_early_as_dealing_out_piece_by_piece(machines, total, hint_s)
     found = allocate(total, chosen, hint_s=hint_s)
     assert found is not None
     dealt = apportion_times(
-        total, [lambda count, seat=seat: round(1e9 * seat.load.end_s(count, 0, 0)) for seat in chosen]
+        total, [lambda count, seat=seat: round(1e9 * seat.load.end_s(count, seat.lines)) for seat in chosen]
     )
     assert abs(found[1] - max(ends_s(chosen, dealt))) < 1e-8
 
@@ -72,7 +72,7 @@ def test_the_same_question_has_the_same_answer_whatever_the_hint():
 
 
 def test_a_rank_that_can_compute_nothing_still_takes_its_constant_time():
-    idle = Seat(load=Load(device([(1, 1.0)], optimizer_s=9.0), ()), first_s=2.0, last_s=1.0)
+    idle = Seat(load=Load(device([(1, 1.0)], optimizer_s=9.0), ()), lines=(Line(0.5, 2.0), Line(0.0, 1.0)))
     busy = Seat(load=Load(device([(1, 1.0)]), (Option(micro_batch=1),)))
     assert allocate(3, [idle, busy]) == ((0, 3), 11.0)
 

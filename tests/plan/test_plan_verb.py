@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -108,9 +109,12 @@ def test_a_plan_file_gives_a_launch_its_shares_and_leaves_devices_out(home, tmp_
     script.write_text("")
     asked = request(script=str(script), plan=file, emulate=home)
     assert asked.num_workers == 3
-    assert asked.shares == load_plan(file).shares
-    assert sum(asked.shares) == 64
-    assert asked.micro_batch is None
+    assert asked.start_shares == load_plan(file).shares
+    assert sum(asked.start_shares) == 64
+    assert asked.shares is None
+    assert asked.micro_batches is None
+    pinned = request(script=str(script), plan=file, emulate=home, pin=True)
+    assert (pinned.shares, pinned.start_shares) == (asked.start_shares, None)
     emulated = load_cluster(asked.emulate)
     assert [device.name for device in emulated.expanded()] == ["tower-0", "tower-1", "card"]
     assert emulated.emulation == load_cluster(home).emulation
@@ -129,10 +133,14 @@ def plan_of(*devices, **fields):
     )
 
 
-def test_one_micro_batch_size_is_the_most_that_all_may_have():
-    assert plan_of(("a", 8, 8), ("b", 4, 4)).common_micro_batch() is None
-    assert plan_of(("a", 8, 4), ("b", 2, 2)).common_micro_batch() == 4
-    assert plan_of(("a", 8, 4), ("b", 4, 1), ("c", 0, 1)).common_micro_batch() == 1
+def test_each_device_keeps_to_its_micro_batch_and_to_its_memory_if_shares_grow():
+    assert plan_of(("a", 8, 8), ("b", 4, 4)).micro_batches == (None, None)
+    assert plan_of(("a", 8, 4), ("b", 4, 1), ("c", 0, 1)).micro_batches == (4, 1, None)
+    tight = PlannedDevice(name="a", samples=8, micro_batch=8, largest_micro_batch=9)
+    gone = PlannedDevice(name="b", samples=0, micro_batch=1, largest_micro_batch=3, takes_part=False)
+    plan = msgspec.structs.replace(plan_of(("a", 8, 8)), devices=(tight, gone))
+    assert plan.micro_batches == (9,)
+    assert msgspec.structs.replace(plan, unit=2).micro_batches == (None,)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +152,7 @@ def test_one_micro_batch_size_is_the_most_that_all_may_have():
             r"--local 3, but the plan .* is for 2 devices \(a, b\)",
         ),
         (plan_of(("a", 8, 8)), {"shares": "8"}, "both say the shares"),
+        (plan_of(("a", 8, 8)), {"plan": None, "pin": True}, "--pin keeps the shares of a plan: give --plan"),
         (plan_of(("a", 8, 8), not_yet="ZeRO-3"), {}, "needs ZeRO-3, which this ragtag prices but cannot run yet"),
         (plan_of(("a", 8, 8)), {"environ": {"CUDA_VISIBLE_DEVICES": "0,1"}}, r"for 1 devices \(a\), and 2 are here"),
     ],
@@ -153,7 +162,7 @@ def test_a_plan_for_something_else_is_refused_by_name(plan, words, said, tmp_pat
     (tmp_path / "train.py").write_text("")
     words = {"environ": {"CUDA_VISIBLE_DEVICES": ""}, **words}
     with pytest.raises(SettingError, match=said):
-        request(script=str(tmp_path / "train.py"), plan=tmp_path / "plan.json", **words)
+        request(**{"script": str(tmp_path / "train.py"), "plan": tmp_path / "plan.json", **words})
 
 
 def test_a_plan_of_another_number_of_devices_is_refused_by_name(home, tmp_path):
@@ -181,7 +190,7 @@ def test_damaged_and_missing_plans_say_how_to_make_one(tmp_path):
         ([], "--batch 256"),
         (["--batch", "0"], "at least 1 sample"),
         (["--batch", "8", "--gradient", "4"], "--gradient: '4' is not a size"),
-        (["--batch", "8", "--profile", "no.json"], "ragtag profile train.py"),
+        (["--batch", "8", "--profile", "no.json"], "ragtag profile --output no.json train.py"),
         (["--batch", "8", "--output", "/nowhere/plan.json"], "cannot be written"),
     ],
 )

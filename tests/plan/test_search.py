@@ -1,4 +1,5 @@
-from itertools import combinations, product
+import random
+from itertools import combinations, combinations_with_replacement, product
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from ragtag.cost.candidate import Candidate, Part
 from ragtag.cost.device import largest_micro_batch, time_s
 from ragtag.cost.problem import Problem, Rank, assemble
 from ragtag.cost.step import predict_on
+from ragtag.plan.coarse import MANY_KINDS, coarse
 from ragtag.plan.replicated import Solver
 from ragtag.plan.search import REPLICATED, Way, search
 from ragtag.plan.sharded import zero
+from ragtag.plan.verdict import verdicts
 
 MEGABYTE = 1 << 20
 
@@ -123,8 +126,112 @@ def test_small_cases_are_within_a_percent_of_brute_force(own_size, places, batch
     assert prediction.step_s >= best_s * (1 - 1e-9)
 
 
-@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
-@given(st.lists(machines, min_size=5, max_size=7), st.integers(8, 14))
+def _ranks(case, candidate):
+    inside = {part.device for part in candidate.parts}
+    return tuple(index for index, rank in enumerate(case.ranks) if rank.name in inside)
+
+
+clusters = st.integers(0, 2**32).map(lambda seed: random_cluster(random.Random(seed)))
+
+
+def random_cluster(draw):
+    """6 to 10 devices of some kinds on hosts in any order, with links of any speed between some of them."""
+
+    def kind():
+        largest = draw.choice([None, None, 1, 2, 4, 9])
+        return device(
+            draw.choice([0.001, 0.005, 0.02, 0.1]),
+            draw.choice([0.0, 0.01, 0.1]),
+            optimizer_s=draw.choice([0.001, 0.02, 0.2]) * draw.uniform(0.5, 2),
+            largest=largest,
+            jitter=jitter if even else draw.choice([0.0, 0.05, 0.3]),
+        )
+
+    number = draw.randint(6, 10)
+    even, jitter = draw.random() < 0.7, draw.choice([0.0, 0.1])
+    kinds = [kind() for _ in range(draw.choice([2, 3, number]))]
+    num_hosts = draw.choice([2, 3, 4, number])
+    hosts = [f"h{draw.randrange(num_hosts)}" for _ in range(number)]
+    if draw.random() < 0.7:
+        hosts.sort()
+    links = tuple(
+        LinkProfile(
+            between=(f"h{first}", f"h{second}"),
+            bandwidth_bytes_per_s=draw.choice([1e6, 1e7, 1e8, 1e9]),
+            latency_s=draw.choice([1e-5, 1e-3, 1e-2]),
+        )
+        for first, second in combinations(range(num_hosts), 2)
+        if draw.random() < 0.8
+    )
+    facts = model(draw.choice([0, 1, 4, 9, 100]) * MEGABYTE)
+    devices = [draw.choice(kinds) for _ in range(number)]
+    return problem(devices, hosts, draw.choice([5, 12, 24, 64]), links=links, facts=facts)
+
+
+@settings(max_examples=15, derandomize=True, phases=[Phase.generate])
+@given(clusters)
+def test_no_other_subset_of_ten_devices_is_a_percent_faster(case):
+    """Given who takes part, shares are optimal (`test_no_other_split_is_done_earlier`), so all subsets are tried."""
+    found = Solver(case, REPLICATED).best()
+    other = Solver(case, REPLICATED)
+    ranks = range(len(case.ranks))
+    times = [other.step_s(subset) for number in ranks for subset in combinations(ranks, number + 1)]
+    best_s = min((seconds for seconds in times if seconds is not None), default=None)
+    if found is None:
+        assert best_s is None
+        return
+    prediction = predict_on(case, found)
+    assert fits(prediction)
+    assert sum(part.samples for part in found.parts) == case.global_batch_size
+    assert prediction.step_s <= 1.01 * best_s
+    assert prediction.step_s >= best_s * (1 - 1e-9)
+
+
+def test_many_small_differences_between_many_hosts_are_found():
+    """Beyond what is tried out completely: 16 hosts, of which every second one is behind a slow link."""
+    devices = [device(0.01 + 0.001 * index, 0.002) for index in range(16)]
+    hosts = [f"h{index}" for index in range(16)]
+    slow = set(hosts[1::2])
+    links = tuple(
+        LinkProfile(between=pair, bandwidth_bytes_per_s=2e6 if slow & {*pair} else 1e9, latency_s=1e-4)
+        for pair in combinations(hosts, 2)
+    )
+    case = problem(devices, hosts, 256, links=links)
+    candidate = Solver(case, REPLICATED).best()
+    assert [int(part.device[1:]) for part in candidate.parts] == list(range(0, 16, 2))
+
+
+def test_the_slow_quarter_of_a_large_cluster_is_left_out_where_latency_counts():
+    """A ring over n devices has 2 (n - 1) hops, so each slow device costs everybody a hop."""
+    devices = [device(0.01 if index % 4 else 0.5, 0.001) for index in range(120)]
+    hosts = [f"h{index // 8}" for index in range(120)]
+    links = tuple(
+        LinkProfile(between=pair, bandwidth_bytes_per_s=1e9, latency_s=2e-3)
+        for pair in combinations_with_replacement(dict.fromkeys(hosts), 2)
+    )
+    case = problem(devices, hosts, 3000, links=links, facts=model(1 * MEGABYTE))
+    solver = Solver(case, REPLICATED)
+    fast = tuple(index for index in range(120) if index % 4)
+    assert solver.step_s(_ranks(case, solver.best())) <= solver.step_s(fast) < 0.99 * solver.step_s(tuple(range(120)))
+
+
+def test_a_device_that_cannot_hold_the_model_takes_no_part_even_without_a_share():
+    tiny = DeviceProfile(
+        name="tiny",
+        timings=device(0.01).timings,
+        capacity_bytes=90,
+        memory=Memory(fixed_bytes=100, per_sample_bytes=10),
+    )
+    case = problem((device(0.01, largest=8), tiny, device(0.02, largest=8)), "aaa", 12, facts=model(0))
+    choice = search(case)
+    assert choice.best.candidate.left_out == ("d1",)
+    assert "d1: cannot take part" in {verdict.device: verdict.text for verdict in verdicts(case, choice)}["d1"]
+    for priced in choice.candidates:
+        assert priced.prediction is None or fits(priced.prediction)
+
+
+@settings(max_examples=12, derandomize=True, phases=[Phase.generate])
+@given(st.lists(machines, min_size=5, max_size=9), st.integers(10, 24))
 def test_medium_cases_are_within_a_percent_of_a_mixed_integer_program(machines, batch):
     case = problem(machines, ["a"] * len(machines), batch, facts=model(0))
     found = Solver(case, Way(name="x", own_size=True)).best()
@@ -140,20 +247,24 @@ def test_medium_cases_are_within_a_percent_of_a_mixed_integer_program(machines, 
         one_share[row, row * (batch + 1) : (row + 1) * (batch + 1)] = 1
         until[row, row * (batch + 1) : (row + 1) * (batch + 1)] = ends[row]
         until[row, -1] = -1
+    # A share that ends after what the planner found is in no better solution: without it HiGHS takes milliseconds.
+    possible = (ends.ravel() <= step_s).astype(float)
     optimum = milp(
         np.eye(columns)[-1],
         integrality=np.append(np.ones(ends.size), 0),
-        bounds=Bounds(0, np.append(np.ones(ends.size), np.inf)),
+        bounds=Bounds(0, np.append(possible, step_s)),
         constraints=[
             LinearConstraint(one_share, 1, 1),
             LinearConstraint(np.append(shares, 0)[None, :], batch, batch),
             LinearConstraint(until, -np.inf, 0),
         ],
+        options={"time_limit": 5.0, "mip_rel_gap": 1e-3},
     )
-    assert optimum.success
+    # Where the time is up, the proven bound still says how far from the optimum the plan can be at most.
+    bound_s = optimum.fun if optimum.success else optimum.mip_dual_bound
     # Latencies of the ring are not in the program: with no bytes to reduce there are none but the vote's.
-    assert step_s - 50e-6 <= 1.01 * optimum.fun + 1e-9
-    assert step_s >= optimum.fun * (1 - 1e-6)
+    assert step_s - 50e-6 <= 1.01 * bound_s + 1e-9
+    assert optimum.fun is None or step_s >= optimum.fun * (1 - 2e-3)
 
 
 def _quickest(one, share):
@@ -284,7 +395,35 @@ def test_many_unequal_devices_are_planned_with_a_bounded_number_of_trials():
     solver = Solver(case, REPLICATED)
     candidate = solver.best()
     assert sum(part.samples for part in candidate.parts) == 6000
-    assert sum(len(subset) for subset in solver._solved) <= 12 * 600
+    # The search may cost 250,000 and 400 a device, and the last trial what it needs; 600 kinds cost 24,600 a time.
+    assert solver._coarse.cost <= 250_000 + 400 * 600 + 50_000
+    assert solver.cost <= 50_000
+    alike = Solver(case, REPLICATED)
+    assert solver.step_s(tuple(range(600))) >= alike.step_s(_ranks(case, candidate))
+
+
+def test_taking_nearly_equal_devices_as_equal_costs_less_than_a_percent(monkeypatch):
+    draw = random.Random(5)
+    devices = [
+        device(
+            0.01 * (3 if index % 3 else 1) * draw.gauss(1, 0.03), 0.002, optimizer_s=0.01, largest=draw.choice([4, 9])
+        )
+        for index in range(130)
+    ]
+    hosts = [f"h{index // 10}" for index in range(130)]
+    links = tuple(
+        LinkProfile(between=pair, bandwidth_bytes_per_s=1e9, latency_s=1e-3)
+        for pair in combinations_with_replacement(dict.fromkeys(hosts), 2)
+    )
+    case = problem(devices, hosts, 2000, links=links)
+    rough = coarse(case)
+    assert len({id(one) for one in rough.alike}) <= MANY_KINDS < len({id(one) for one in case.alike})
+    for one, other in zip(case.alike, rough.alike):
+        assert other.timings[-1].seconds == pytest.approx(one.timings[-1].seconds, rel=0.1)
+    roughly = Solver(case, REPLICATED).best()
+    monkeypatch.setattr("ragtag.plan.coarse.MANY_KINDS", 1000)
+    exactly = Solver(case, REPLICATED).best()
+    assert predict_on(case, roughly).step_s <= 1.01 * predict_on(case, exactly).step_s
 
 
 def test_a_profile_and_a_cluster_are_enough():

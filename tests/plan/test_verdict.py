@@ -1,3 +1,5 @@
+from itertools import combinations
+
 import pytest
 
 from ragtag.core.cluster import Cluster, Device, Emulation, Link
@@ -55,3 +57,16 @@ def test_money_is_named_where_there_are_prices():
 def test_the_only_device_is_needed():
     found, _ = judged(Device(name="only"))
     assert found["only"].text == "only: needed, nothing runs without it"
+
+
+def test_the_only_device_of_the_plan_is_judged_by_the_best_of_many_others():
+    """More numbers by host than are all looked at, and the plan is one device: without it nothing is near."""
+    slow = [
+        Link(between=(f"h{first}", f"h{second}"), bandwidth_bytes_per_s=1e4, latency_s=0.01)
+        for first, second in combinations(range(14), 2)
+    ]
+    devices = [Device(name=f"d{index}", host=f"h{index}", speed=1.0 if index == 3 else 0.25) for index in range(14)]
+    found, choice = judged(*devices, links=tuple(slow))
+    assert [part.device for part in choice.best.candidate.parts] == ["d3"]
+    assert found["d3"].keep
+    assert found["d3"].gain == pytest.approx(3.0, rel=0.1)

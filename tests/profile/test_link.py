@@ -13,15 +13,14 @@ from ragtag.profile.ping import Asker, answer
 class Wire:
     """A link with exact arithmetic and its own clock."""
 
-    def __init__(self, bandwidth_bytes_per_s, latency_s):
+    def __init__(self, bandwidth_bytes_per_s, latency_s, burst_bytes=0):
         self.bandwidth_bytes_per_s, self.latency_s = bandwidth_bytes_per_s, latency_s
         self.now_s = 0.0
-        self.directions = []
+        self.burst_bytes = burst_bytes
 
-    def round_trip(self, num_bytes, back):
-        taken_s = 2 * self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+    def round_trip(self, num_bytes):
+        taken_s = 2 * self.latency_s + max(0, num_bytes - self.burst_bytes) / self.bandwidth_bytes_per_s
         self.now_s += taken_s
-        self.directions.append(back)
         return taken_s
 
 
@@ -30,12 +29,15 @@ def test_bandwidth_and_latency_are_found_in_time(bandwidth, latency_s):
     wire = Wire(bandwidth, latency_s)
     link = measure_link(wire.round_trip, between=("a", "b"), budget_s=4.0, clock=lambda: wire.now_s)
     assert math.isclose(link.latency_s, latency_s, rel_tol=1e-6)
-    # 1 us is the finest difference that is believed.
-    assert (
-        math.isclose(link.bandwidth_bytes_per_s, min(bandwidth, 32 * 2**20 / 1e-6), rel_tol=1e-3) or bandwidth > 1.6e10
-    )
+    # 1 us is the finest difference that is believed, 12 KiB the least one of sizes.
+    assert math.isclose(link.bandwidth_bytes_per_s, bandwidth, rel_tol=1e-3) or bandwidth > 12 * 1024 / 1e-6
     assert wire.now_s < 12 + 8 * (2 * latency_s + 2**14 / bandwidth)
-    assert True in wire.directions
+
+
+def test_a_burst_that_a_shaped_link_lets_pass_is_not_taken_for_bandwidth():
+    wire = Wire(25e6, 1e-4, burst_bytes=256_000)
+    link = measure_link(wire.round_trip, between=("a", "b"), clock=lambda: wire.now_s)
+    assert math.isclose(link.bandwidth_bytes_per_s, 25e6, rel_tol=1e-6)
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
@@ -55,8 +57,8 @@ def test_round_trips_over_a_transport():
     thread = threading.Thread(target=answer, args=(other, 0))
     thread.start()
     end = Asker(one, 1)
-    for num_bytes, back in ((0, False), (1000, False), (1000, True), (10, False), (0, True)):
-        assert end.round_trip(num_bytes, back) > 0
+    for num_bytes in (0, 1000, 10, 0, 4000):
+        assert end.round_trip(num_bytes) > 0
     end.close()
     thread.join(5.0)
     assert not thread.is_alive()
@@ -66,4 +68,4 @@ def test_a_peer_that_is_gone_ends_it():
     one, other = LocalTransport.mesh(2, timeout_s=5.0)
     other.close()
     with pytest.raises(Exception, match="closed its connection"):
-        Asker(one, 1).round_trip(100, False)
+        Asker(one, 1).round_trip(100)

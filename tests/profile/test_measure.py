@@ -1,6 +1,6 @@
 import math
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from unittest import mock
 
@@ -107,9 +107,26 @@ def profile_of(trainer, tmp_path, effort=QUICK):
     return measure(trainer._run, tmp_path / "p.json", emulator=from_environment(os.environ, 0), effort=effort)
 
 
+def noting_refusals(memory, monkeypatch):
+    """Return a list that grows with each micro-batch for which memory is too small, whatever training makes of it."""
+    refused, original = [], memory.forward_backward
+
+    @contextmanager
+    def forward_backward():
+        try:
+            with original():
+                yield
+        except torch.OutOfMemoryError as error:
+            refused.append(str(error))
+            raise
+
+    monkeypatch.setattr(memory, "forward_backward", forward_backward)
+    return refused
+
+
 @pytest.mark.parametrize(
     ("model_class", "optimizer_class"),
-    [(Mlp, torch.optim.SGD), (Mlp, torch.optim.Adam), (Cnn, torch.optim.SGD), (Gpt, torch.optim.Adam)],
+    [(model, optimizer) for model in (Mlp, Cnn, Gpt) for optimizer in (torch.optim.SGD, torch.optim.Adam)],
 )
 def test_the_largest_micro_batch_that_a_profile_allows_fits_and_one_more_does_not(
     model_class, optimizer_class, tmp_path, monkeypatch
@@ -131,14 +148,13 @@ def test_the_largest_micro_batch_that_a_profile_allows_fits_and_one_more_does_no
         assert 2 <= largest < 160, "within what was tried"
         for size in (largest, largest + 1):
             words = {"unit": size} if model_class is not Mlp else {"micro_batch": size}
+            fits = size == largest
             with trainer_of(model_class, optimizer_class, 2 * (largest + 1), **words) as trainer:
                 blocks, _ = find_blocks(trainer._run.model)
-                fits = size == largest
-                with (
-                    recomputing(blocks, active=recompute),
-                    nullcontext() if fits else pytest.raises(torch.OutOfMemoryError),
-                ):
+                refused = noting_refusals(trainer._run.memory, monkeypatch)
+                with recomputing(blocks, active=recompute), nullcontext() if fits else suppress(RagtagError):
                     assert len(list(trainer.steps(2))) == 2
+            assert bool(refused) == (not fits)
 
 
 @pytest.mark.parametrize("model_class", [Mlp, Cnn, Gpt])
@@ -175,6 +191,21 @@ def test_blocks_cover_the_model(tmp_path):
     assert [block.activation_bytes for block in profile.blocks[1:4]] == [3 * 4 * 64] * 3
     assert [block.output_bytes for block in profile.blocks[:4]] == [4 * 64] * 4
     assert profile.model.optimizer_bytes >= 2 * profile.model.parameter_bytes
+
+
+def test_buckets_are_measured_in_the_order_in_which_they_travel(tmp_path):
+    with trainer_of(Mlp, torch.optim.SGD, 16, bucket_bytes=20_000) as trainer:
+        profile = profile_of(trainer, tmp_path)
+        sizes = [bucket.flat.numel() for bucket in trainer._run.gradients().buckets]
+    (device,) = profile.devices
+    assert profile.model.bucket_bytes == tuple(4 * size for size in sizes)
+    assert len(device.bucket_ready) == len(sizes) > 3
+    assert list(device.bucket_ready) == sorted(device.bucket_ready)
+    assert 0 < device.bucket_ready[0] < device.bucket_ready[-1] <= 1
+    with trainer_of(Mlp, torch.optim.SGD, 16, bucket_bytes=20_000, wire="bf16") as trainer:
+        rounded = profile_of(trainer, tmp_path).model
+    assert rounded.bucket_bytes == tuple(2 * size for size in sizes), "as they travel"
+    assert rounded.gradient_bytes == 4 * sum(sizes)
 
 
 def test_what_was_measured_is_reused_until_it_is_old_or_another_model(tmp_path, monkeypatch):
@@ -220,7 +251,7 @@ def test_two_ranks_measure_and_end_with_status_0(tmp_path):
         [[link]]
         between = ["localhost", "garden"]
         bandwidth = "80Mbit/s"
-        latency = "4ms"
+        latency = "20ms"
         """,
     )
     environ = {"RAGTAG_EMULATE": file, "RAGTAG_PROFILE": str(tmp_path / "p.json")}
@@ -237,9 +268,13 @@ def test_two_ranks_measure_and_end_with_status_0(tmp_path):
         assert device.optimizer_s >= 0.9 * 0.006
     (link,) = profile.links
     assert set(link.between) == {"localhost", "garden"}
-    assert link.latency_s >= 0.0039
+    assert link.latency_s >= 0.0199
     assert link.bandwidth_bytes_per_s <= 1.1e7
-    assert shed.fixed_s >= 0.0039, "a vote crosses the link"
+    (num_bytes,) = profile.model.bucket_bytes
+    assert num_bytes == profile.model.gradient_bytes
+    assert all(0 < device.bucket_ready[0] <= 1 for device in profile.devices)
+    # A vote crosses the link, which the prediction adds: for whoever takes part.
+    assert shed.fixed_s < 0.0199
 
 
 def test_a_device_that_is_too_small_ends_all_ranks_with_one_error(tmp_path):

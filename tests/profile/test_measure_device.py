@@ -26,6 +26,7 @@ def test_a_device_is_described_as_it_is():
     assert device.memory.fixed_bytes + 61 * recompute <= 3450 < device.memory.fixed_bytes + 62 * recompute
     assert device.recompute_timings[-1].samples == 61
     assert math.isclose(device.forward_part, 1 / 3)
+    assert device.bucket_ready == pytest.approx((0.75, 1.0))
     assert math.isclose(device.optimizer_s, 0.005)
     assert math.isclose(device.fixed_s, 0.001)
     assert device.jitter < 1e-9

@@ -62,6 +62,8 @@ class FakeGroup:
 class FakeSettling:
     """Step `number`; `settle` returns or raises when `gate` opens."""
 
+    regroups = False
+
     def __init__(self, number: int = 1, *, away: bool = False, error: BaseException | None = None) -> None:
         self.number, self.away, self.error, self.started_s = number, away, error, 0.0
         self.outcome: Any = None

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 
@@ -9,6 +10,7 @@ from ragtag.cost.step import predict_on
 from ragtag.emulate.schedule import DeviceSchedule
 from ragtag.sim.baselines import EqualBatches
 from ragtag.sim.cluster import virtual_cluster
+from ragtag.sim.run import simulate
 
 from .clusters import four
 
@@ -64,11 +66,48 @@ def test_a_simulated_step_takes_what_the_cost_model_predicts():
     assert 48 / block.wall_s[0] / cluster.solo_samples_per_s.sum() == pytest.approx(predicted.eta, rel=1e-9)
 
 
+def test_unequal_buckets_are_hidden_as_far_as_the_cost_model_says():
+    measured = profile()
+    facts = msgspec.structs.replace(measured.model, bucket_bytes=(4_000_000, 35_000_000, 1_000_000))
+    ready = ((0.2, 0.7, 1.0), (0.1, 0.95, 1.0))
+    devices = tuple(
+        msgspec.structs.replace(device, bucket_ready=parts) for device, parts in zip(measured.devices, ready)
+    )
+    measured = msgspec.structs.replace(measured, model=facts, devices=devices)
+    cluster = virtual_cluster(parse_cluster(CLUSTER), measured)
+    even = EqualBatches(cluster)
+    even.attend(np.ones(3, dtype=bool))
+    parts = tuple(Part(device=rank.name, samples=16, micro_batch=16) for rank in cluster.problem.ranks)
+    predicted = predict_on(cluster.problem, Candidate(name="even", layout="replicated", parts=parts))
+    assert even.block(1, 1, 0.0).wall_s[0] == pytest.approx(predicted.step_s, rel=1e-9)
+
+
 def test_a_device_with_little_memory_has_small_micro_batches():
     cluster = virtual_cluster(parse_cluster(CLUSTER), profile(capacity_bytes=1450))
-    assert cluster.micro_batch == 4
+    assert set(cluster.memory) == {4}
     assert cluster.forwards((16, 16, 15)) == (4, 4, 4)
     assert cluster.work_s((16, 9, 0))[0].tolist() == pytest.approx([0.2, 0.13, 0.0])
+
+
+def test_units_are_computed_one_at_a_time_and_never_cut():
+    measured = profile()
+    measured = msgspec.structs.replace(measured, model=msgspec.structs.replace(measured.model, unit=5))
+    cluster = virtual_cluster(parse_cluster(CLUSTER), measured)
+    assert cluster.forwards((15, 20, 13)) == (3, 4, 3)
+    # 0.05 s for four samples and 0.13 / 12 s for the fifth.
+    assert cluster.work_s((15, 0, 0))[0][0] == pytest.approx(3 * (0.05 + 0.13 / 12))
+    result = simulate("ragtag", cluster, steps=40)
+    assert result.samples == 40 * 48
+    for each in result.shares:
+        assert sum(each.shares) == 48
+        assert sum(share % 5 for share in each.shares) in (0, 3)
+
+
+def test_memory_for_less_than_a_unit_is_named():
+    measured = profile(capacity_bytes=1450)
+    measured = msgspec.structs.replace(measured, model=msgspec.structs.replace(measured.model, unit=5))
+    with pytest.raises(SettingError, match=r"'box-0' has no memory for training 5 samples at a time"):
+        virtual_cluster(parse_cluster(CLUSTER), measured)
 
 
 def test_a_device_without_memory_is_named():

@@ -1,8 +1,12 @@
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragtag.control.pool_trial import STEPS
 from ragtag.sim import following
 from ragtag.sim.membership import Change, failures
 from ragtag.sim.run import WAYS, Recovering, simulate
@@ -149,3 +153,50 @@ def test_where_times_vary_work_is_pulled(monkeypatch):
     monkeypatch.setattr(following.FollowingSpeeds, "_pool", lambda self: ())
     planned = simulate("ragtag", cluster, steps=300)
     assert pulled.eta > 1.15 * planned.eta
+
+
+def test_units_are_pulled_and_every_sample_still_counts():
+    for jitter, batch in ((0.3, 45), (0.0, 44)):
+        cluster = four(f"jitter = {jitter}", batch=batch)
+        facts = msgspec.structs.replace(cluster.problem.model, unit=4)
+        cluster = replace(cluster, problem=msgspec.structs.replace(cluster.problem, model=facts))
+        changes = [fails(20, 1), joins(40, 1)]
+        result = simulate("ragtag", cluster, duration_s=80, changes=changes)
+        assert result.samples == result.steps * batch
+        assert all(sum(each.shares) == batch for each in result.shares)
+        assert 0.5 < result.eta < 1.25
+
+
+def test_pulling_is_tried_and_given_up_where_it_is_slower():
+    cluster = four("jitter = 0.3")
+    pulled = []
+
+    class Watched(following.FollowingSpeeds):
+        def commit(self, block, now_s):
+            super().commit(replace(block, wall_s=block.wall_s * (2.0 if self._plan.pulled else 1.0)), now_s)
+            pulled.append(bool(self._plan.pulled))
+
+    training = Watched(cluster, np.ones(4, dtype=bool))
+    for step in range(1, 90):
+        training.commit(training.block(step, 1, float(step)), float(step))
+    first = pulled.index(True)
+    assert pulled[first : first + STEPS] == [True] * STEPS
+    assert not any(pulled[first + STEPS :])
+    assert "does not pay" in training._trial.verdict
+
+
+def test_a_trial_sees_every_step_also_where_the_controller_does_not():
+    cluster = many(80, "jitter = 0.2")
+    training = following.FollowingSpeeds(cluster, np.ones(80, dtype=bool))
+    step, sizes = 1, []
+    while step < 400 and not training._trial.kept:
+        block = training.block(step, 50, 0.0)
+        trial, pulled = training._trial, bool(training._plan.pulled)
+        training.commit(block, 0.0)
+        step += len(block)
+        if trial.under_way:
+            assert pulled == trial.pulls
+            sizes.append(len(block))
+    assert training._trial.kept
+    assert sum(sizes) == 2 * STEPS
+    assert len(sizes) < STEPS

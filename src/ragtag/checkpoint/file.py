@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,17 @@ _FORMAT = "ragtag"
 _UNSUPPORTED = (torch.complex128, torch.complex32)
 
 
-def save_file(path: str | os.PathLike[str], tree: Any) -> None:
+def save_file(path: str | os.PathLike[str], tree: Any, *, called: str = "") -> None:
     """Write `tree` (see `flatten` for what it may hold) to `path`, replacing what is there in one step.
 
-    The file is `fsync`ed, then renamed, then the directory is `fsync`ed. A symbolic link is followed. Tensors come
-    back on the CPU.
+    Tensors come back on the CPU. Errors name the file as `called`, or by its path.
 
     Raises:
         CheckpointError: the tree holds something else, or the file system refused; a previous file at `path` is then
             untouched.
     """
     skeleton, tensors = flatten(tree)
-    on_host = {name: _for_file(name, tensor) for name, tensor in tensors.items()}
+    on_host = {name: for_file(name, tensor) for name, tensor in tensors.items()}
     checksums = json.dumps({name: _checksum(tensor) for name, tensor in on_host.items()})
     metadata = {
         "format": _FORMAT,
@@ -46,19 +45,37 @@ def save_file(path: str | os.PathLike[str], tree: Any) -> None:
         "checksums": checksums,
         "header_checksum": str(_text_checksum(str(SCHEMA), skeleton, checksums)),
     }
+    write_whole(path, on_host, metadata, called=called)
+
+
+def write_whole(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    *,
+    kind: str = "checkpoint",
+    called: str = "",
+) -> None:
+    """Write contiguous tensors of the CPU, none of which share memory, as one safetensors file, or leave what is there.
+
+    The file is `fsync`ed, then renamed, then the directory is `fsync`ed. A symbolic link is followed.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     try:
         # Made here first: the operating system's reason is clearer, and safetensors makes files that only we may read.
         beside.touch(exist_ok=False)
         permissions = beside.stat().st_mode
-        write_safetensors(on_host, beside, metadata)
+        write_safetensors(dict(tensors), beside, dict(metadata))
         beside.chmod(permissions)
         _flush(beside)
         os.replace(beside, target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write the checkpoint {target}: {error}. A previous checkpoint of that name is untouched. "
+            f"cannot write the {kind} {called or target}: {error}. A previous {kind} of that name is untouched. "
             f"Free space or permissions in {target.parent}, or save elsewhere."
         ) from error
     finally:
@@ -69,31 +86,47 @@ def save_file(path: str | os.PathLike[str], tree: Any) -> None:
         _flush(target.parent)
 
 
-def load_file(path: str | os.PathLike[str]) -> Any:
-    """Return the tree saved in `path`, its tensors on the CPU.
+def load_file(path: str | os.PathLike[str], *, called: str = "") -> Any:
+    """Return the tree saved in `path`, its tensors on the CPU. Errors name the file as `called`, or by its path.
 
     Raises:
         CheckpointError: no such file, not a checkpoint, truncated, damaged, or from a newer ragtag.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint file {path}. Check the path; `Trainer.save(path)` writes one.")
+    called = called or str(path)
+    with _opened(path, called) as (file, metadata):
+        expected = json.loads(metadata["checksums"])
+        if set(expected) != set(file.keys()):
+            raise CheckpointError(f"the checkpoint {called} is damaged: it lacks tensors or has others. {_WAY_OUT}")
+        tensors = {name: _checked_tensor(called, name, file.get_tensor(name), expected[name]) for name in expected}
+    return unflatten(metadata["skeleton"], tensors)
+
+
+def load_outline(path: str | os.PathLike[str]) -> Any:
+    """Return the tree saved in `path` with None in place of every tensor, from the file's header alone.
+
+    Raises:
+        CheckpointError: as `load_file`; damage to tensors is not seen.
+    """
+    with _opened(path, str(path)) as (file, metadata):
+        nothing: Any = dict.fromkeys(file.keys())
+        return unflatten(metadata["skeleton"], nothing)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str], called: str) -> Iterator[tuple[Any, Mapping[str, str]]]:
+    if not Path(path).is_file():
+        raise CheckpointError(f"there is no checkpoint file {called}. Check the path; `Trainer.save(path)` writes one.")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = _checked_metadata(path, file.metadata() or {})
-            expected = json.loads(metadata["checksums"])
-            if set(expected) != set(file.keys()):
-                raise CheckpointError(f"the checkpoint {path} is damaged: it lacks tensors or has others. {_WAY_OUT}")
-            tensors = {name: _checked_tensor(path, name, file.get_tensor(name), expected[name]) for name in expected}
+            yield file, _checked_metadata(called, file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error}. {_WAY_OUT}") from error
-    return unflatten(metadata["skeleton"], tensors)
+        raise CheckpointError(f"cannot read the checkpoint {called}: {error}. {_WAY_OUT}") from error
 
 
 _WAY_OUT = "It is truncated, damaged or no checkpoint; load an older one."
 
 
-def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> Mapping[str, str]:
+def _checked_metadata(path: str, metadata: Mapping[str, str]) -> Mapping[str, str]:
     if metadata.get("format") != _FORMAT or not metadata.get("schema", "").isdecimal():
         raise CheckpointError(
             f"{path} is a safetensors file but no ragtag checkpoint. Load one that `Trainer.save` wrote."
@@ -108,7 +141,7 @@ def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> Mapping[str, s
     return metadata
 
 
-def _checked_tensor(path: Path, name: str, tensor: torch.Tensor, expected: int) -> torch.Tensor:
+def _checked_tensor(path: str, name: str, tensor: torch.Tensor, expected: int) -> torch.Tensor:
     # A copy first: what safetensors returns may be the mapped file, which somebody may overwrite in place later.
     tensor = tensor.clone()
     if _checksum(tensor) != expected:
@@ -116,7 +149,8 @@ def _checked_tensor(path: Path, name: str, tensor: torch.Tensor, expected: int) 
     return tensor
 
 
-def _for_file(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def for_file(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` as `write_whole` takes it. Raises CheckpointError for dtypes that safetensors lacks."""
     if tensor.dtype in _UNSUPPORTED:
         raise CheckpointError(f"the state at '{name}' is a {tensor.dtype} tensor, which safetensors cannot hold.")
     host = tensor.resolve_conj().resolve_neg().cpu().contiguous()

@@ -4,14 +4,12 @@ The one idea: the launcher owns no state a worker needs. It binds the port where
 output and signals, and when one fails gives the others a bounded time to end by themselves.
 """
 
-import ctypes
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +18,18 @@ from types import FrameType
 from ragtag.cli.devices import num_accelerators
 from ragtag.cli.launch_plan import planned_run
 from ragtag.cli.output import Output
+from ragtag.cli.worker_process import (
+    PEER_FAILED_STATUS,
+    ToldPatience,
+    Worker,
+    inherited,
+    kill,
+    say,
+    signal_name,
+    start_worker,
+)
 from ragtag.core.cluster_file import load_cluster
-from ragtag.core.errors import LaunchError, SettingError
+from ragtag.core.errors import SettingError
 
 _POLL_S = 0.03
 _HOLD_S = 8.0
@@ -31,9 +39,6 @@ _END_BY_THEMSELVES_S = 5.0
 _INTERRUPT_S = 3.0
 """How long workers may take to end after Ctrl-C."""
 _TERMINATE_S = 1.0
-_PEER_FAILED_STATUS = 75
-"""As `comm.process_exit`: this worker ended because another one did."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +51,12 @@ class Request:
     all_output: bool = False
     logs: Path | None = None
     emulate: Path | None = None
-    micro_batch: int | None = None
-    """Most samples of one forward, for all workers; None: as the script says."""
-
-
-@dataclass(kw_only=True)
-class _Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    output: Output
-    stopped_by_us: bool = False
+    start_shares: tuple[int, ...] | None = None
+    """Shares to begin with, which then follow speeds."""
+    micro_batches: tuple[int | None, ...] | None = None
+    """Most samples of one forward, by worker; None: as the script says."""
+    checkpoint: str | None = None
+    """Directory or URL for checkpoints; None: as the script says."""
 
 
 def request(
@@ -69,6 +70,8 @@ def request(
     module: bool = False,
     emulate: Path | None = None,
     plan: Path | None = None,
+    pin: bool = False,
+    checkpoint: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Request:
     """Return what the words of the command line ask for.
@@ -77,6 +80,10 @@ def request(
         SettingError: a word is wrong; nothing was started.
     """
     planned = None
+    if pin and plan is None:
+        raise SettingError(
+            "--pin keeps the shares of a plan: give --plan plan.json, or say the shares: --shares 8,5,3."
+        )
     if plan is not None:
         if shares is not None:
             raise SettingError(f"--shares {shares} and --plan {plan} both say the shares. Leave one of them out.")
@@ -95,7 +102,7 @@ def request(
         raise SettingError(f"script {script!r} was not found in {Path.cwd()}. Options for ragtag come before it.")
     if module and not _is_module(script):
         raise SettingError(f"module {script!r} was not found; is it installed, or under {Path.cwd()}?")
-    pinned = parse_shares(shares) if shares is not None else planned.shares if planned is not None else None
+    pinned = parse_shares(shares) if shares is not None else planned.shares if planned is not None and pin else None
     if pinned is not None and len(pinned) != num_workers:
         raise SettingError(
             f"--shares {shares} names {len(pinned)} shares, but there are {num_workers} workers: give one per "
@@ -108,7 +115,9 @@ def request(
         all_output=all_output,
         logs=logs,
         emulate=emulate,
-        micro_batch=None if planned is None else planned.micro_batch,
+        start_shares=planned.shares if planned is not None and not pin else None,
+        micro_batches=None if planned is None else planned.micro_batches,
+        checkpoint=checkpoint,
     )
 
 
@@ -133,82 +142,82 @@ def launch_local(request: Request, environ: Mapping[str, str] = os.environ) -> i
     0; the status of the first worker that failed by itself (128 + signal where one killed it); 130 or 143 after
     Ctrl-C or SIGTERM. Call from the main thread: signals are handled here.
     """
-    if request.logs is not None:
-        try:
-            request.logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingError(f"--logs {request.logs}: {error.strerror}.") from None
+    make_log_directory(request)
     signals: list[int] = []
 
     def note_signal(number: int, frame: FrameType | None) -> None:
         signals.append(number)
 
     handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    workers: list[_Worker] = []
+    workers: list[Worker] = []
+    told = ToldPatience()
     try:
-        _start(request, environ, workers)
-        return _follow(workers, signals)
+        _start(request, environ, workers, told)
+        return _follow(workers, signals, told)
     finally:
         for worker in workers:
-            _kill(worker, signal.SIGKILL)
+            kill(worker, signal.SIGKILL)
             worker.process.wait()
         _finish_output(workers, interrupted=bool(signals))
+        told.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _start(request: Request, environ: Mapping[str, str], workers: list[_Worker]) -> None:
+def make_log_directory(request: Request) -> None:
+    """Raise SettingError where workers' output cannot be written."""
+    if request.logs is not None:
+        try:
+            request.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"--logs {request.logs}: {error.strerror}.") from None
+
+
+def worker_environ(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that all workers of `request` share."""
+    shared = inherited(environ, request.num_workers)
+    shared.update(LOCAL_WORLD_SIZE=str(request.num_workers), RAGTAG_LAUNCHED="1")
+    if request.emulate is not None:
+        shared["RAGTAG_EMULATE"] = str(request.emulate.resolve())
+    if request.shares is not None:
+        shared["RAGTAG_SHARES"] = ",".join(map(str, request.shares))
+    if request.start_shares is not None:
+        shared["RAGTAG_START_SHARES"] = ",".join(map(str, request.start_shares))
+    if request.micro_batches is not None:
+        sizes = ("none" if size is None else str(size) for size in request.micro_batches)
+        shared["RAGTAG_START_MICRO_BATCH"] = ",".join(sizes)
+    if request.checkpoint is not None:
+        shared["RAGTAG_CHECKPOINT"] = request.checkpoint
+    return shared
+
+
+def _start(request: Request, environ: Mapping[str, str], workers: list[Worker], told: ToldPatience) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        inherited = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
-        inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores // request.num_workers)))
-        inherited.pop("RAGTAG_STORE_FD", None)
-        inherited.update(
-            WORLD_SIZE=str(request.num_workers),
-            LOCAL_WORLD_SIZE=str(request.num_workers),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(listener.getsockname()[1]),
-            RAGTAG_LAUNCHED="1",
-        )
-        inherited.pop("RAGTAG_EMULATE", None)
-        if request.emulate is not None:
-            inherited["RAGTAG_EMULATE"] = str(request.emulate.resolve())
-        if request.shares is not None:
-            inherited["RAGTAG_SHARES"] = ",".join(map(str, request.shares))
-        if request.micro_batch is not None:
-            inherited["RAGTAG_MICRO_BATCH"] = str(request.micro_batch)
+        shared = worker_environ(request, environ) | {
+            "WORLD_SIZE": str(request.num_workers),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            "RAGTAG_LAUNCHER_PIPE": told.variable,
+        }
         for rank in range(request.num_workers):
-            mine = inherited | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            mine = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            handed = (told.descriptor,)
             if rank == 0:
                 mine["RAGTAG_STORE_FD"] = str(listener.fileno())
+                handed += (listener.fileno(),)
             output = Output(rank=rank, all_output=request.all_output, logs=request.logs)
-            if output.stdout == subprocess.PIPE:
-                # Into a pipe Python would write only every 8 KB.
-                mine.setdefault("PYTHONUNBUFFERED", "1")
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, *request.command],
-                    env=mine,
-                    stdin=None if rank == 0 else subprocess.DEVNULL,
-                    stdout=output.stdout,
-                    stderr=output.stderr,
-                    start_new_session=True,
-                    pass_fds=(listener.fileno(),) if rank == 0 else (),
-                    preexec_fn=_die_with(os.getpid()),
-                )
-            except OSError as error:
-                raise LaunchError(f"cannot start {sys.executable}: {error.strerror}.") from None
-            workers.append(_Worker(rank=rank, process=process, output=output))
+            workers.append(start_worker(request.command, rank=rank, environ=mine, output=output, pass_fds=handed))
     # Threads only now: forking with threads around may deadlock the child.
     for worker in workers:
         worker.output.follow(worker.process)
 
 
-def _follow(workers: list[_Worker], signals: list[int]) -> int:
+def _follow(workers: list[Worker], signals: list[int], told: ToldPatience) -> int:
     """Return the exit status once every worker has ended; at most a bounded time after a failure or a signal."""
-    failed: list[_Worker] = []
+    patience_s = 0.0
+    failed: list[Worker] = []
     asked_s: float | None = None
     asked_by = 0
     limit_s = _END_BY_THEMSELVES_S
@@ -220,78 +229,62 @@ def _follow(workers: list[_Worker], signals: list[int]) -> int:
                 failed.append(worker)
         now_s = time.monotonic()
         if signals and not asked_by:
-            asked_by, asked_s, limit_s = signals[0], now_s, _INTERRUPT_S
+            # One patience to the end of a step, and one more to write what all hold.
+            patience_s = told.longest_s
+            asked_by, asked_s, limit_s = signals[0], now_s, _INTERRUPT_S + 2 * patience_s
+            if patience_s:
+                say(f"{signal.Signals(asked_by).name}: ending with a checkpoint; Ctrl-C (again) ends at once")
             for worker in running:
-                worker.process.send_signal(signal.SIGINT)
+                # Without checkpoints nothing is gained by ending at once in another way than by Ctrl-C.
+                worker.process.send_signal(asked_by if patience_s else signal.SIGINT)
         elif failed and asked_s is None:
             asked_s = now_s
-        impatient = len(signals) > 1
+        # Where checkpoints are kept, whoever evicts may well send SIGTERM again and again.
+        impatient = signal.SIGINT in signals[1:] or (len(signals) > 1 and not patience_s)
         if asked_s is not None and running and (impatient or now_s - asked_s >= limit_s):
             hard = impatient or now_s - asked_s >= limit_s + _TERMINATE_S
             for worker in running:
                 if hard or not worker.stopped_by_us:
                     worker.stopped_by_us = True
-                    _kill(worker, signal.SIGKILL if hard else signal.SIGTERM)
+                    kill(worker, signal.SIGKILL if hard else signal.SIGTERM)
         for worker in running:
             worker.output.show_held(older_than_s=_HOLD_S)
         time.sleep(_POLL_S)
     _finish_output(workers, interrupted=bool(asked_by))
     if asked_by:
-        _say(f"stopped by {signal.Signals(asked_by).name}; all {len(workers)} workers have ended")
+        say(f"stopped by {signal.Signals(asked_by).name}; all {len(workers)} workers have ended")
         return 128 + asked_by
     if not failed:
         return 0
-    culprit = next((worker for worker in failed if worker.process.returncode != _PEER_FAILED_STATUS), failed[0])
+    culprit = next((worker for worker in failed if worker.process.returncode != PEER_FAILED_STATUS), failed[0])
     stopped = [str(worker.rank) for worker in workers if worker.stopped_by_us]
     rest = f"; rank {', '.join(stopped)} did not end by itself and was killed" if stopped else ""
     status = culprit.process.returncode
     if status < 0:
-        _say(f"rank {culprit.rank} (pid {culprit.process.pid}) was killed by {_signal_name(-status)}{rest}")
+        say(f"rank {culprit.rank} (pid {culprit.process.pid}) was killed by {signal_name(-status)}{rest}")
         return 128 - status
-    _say(f"rank {culprit.rank} (pid {culprit.process.pid}) ended with status {status}{rest}")
+    say(f"rank {culprit.rank} (pid {culprit.process.pid}) ended with status {status}{rest}")
     return status
 
 
-def _finish_output(workers: list[_Worker], *, interrupted: bool) -> None:
+def _finish_output(workers: list[Worker], *, interrupted: bool) -> None:
     """Pass on the rest, and show the tracebacks that were held back, each distinct one once; after Ctrl-C none."""
     for worker in workers:
         worker.output.finish()
     seen = set()
     own_terminal = False
     for worker in workers:
-        output, failed = worker.output, worker.process.returncode not in (0, _PEER_FAILED_STATUS)
+        output, failed = worker.output, worker.process.returncode not in (0, PEER_FAILED_STATUS)
         if worker.rank == 0 and failed:
             seen.add(output.last_error)
             own_terminal = output.stderr is None
         if output.holds and not interrupted and output.last_error not in seen:
             if own_terminal:  # rank 0's own words are not known here and most likely were the same
-                _say(f"rank {worker.rank} ended with {output.last_error}")
+                say(f"rank {worker.rank} ended with {output.last_error}")
             else:
                 output.show_held()
             seen.add(output.last_error)
         output.forget_held()
-
-
-def _kill(worker: _Worker, number: int) -> None:
-    """Signal the worker's whole process group: its loader workers too."""
-    try:
-        os.killpg(worker.process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _die_with(launcher: int) -> Callable[[], None] | None:
-    """Return what a worker runs before its script: the kernel kills it when the launcher is gone, even by SIGKILL."""
-    if not sys.platform.startswith("linux"):
-        return None
-    library = ctypes.CDLL(None, use_errno=True)
-
-    def ask_kernel() -> None:
-        library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != launcher:
-            os._exit(128 + signal.SIGKILL)
-
-    return ask_kernel
 
 
 def _is_module(name: str) -> bool:
@@ -302,14 +295,3 @@ def _is_module(name: str) -> bool:
         return False
     finally:
         del sys.path[0]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _say(text: str) -> None:
-    print(f"ragtag launch: {text}", file=sys.stderr, flush=True)

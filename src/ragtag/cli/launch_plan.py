@@ -25,7 +25,8 @@ class PlannedRun:
 
     num_workers: int
     shares: tuple[int, ...]
-    micro_batch: int | None
+    micro_batches: tuple[int | None, ...] | None
+    """By worker; None: nothing limits any."""
     emulate: Path | None
 
 
@@ -57,7 +58,10 @@ def planned_run(path: Path, *, num_workers: int | None, emulate: Path | None, en
             f"these{hide}: ragtag plan train.py --output {path}."
         )
     return PlannedRun(
-        num_workers=len(taking_part), shares=plan.shares, micro_batch=plan.common_micro_batch(), emulate=emulate
+        num_workers=len(taking_part),
+        shares=plan.shares,
+        micro_batches=plan.micro_batches if any(plan.micro_batches) else None,
+        emulate=emulate,
     )
 
 

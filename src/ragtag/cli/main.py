@@ -60,7 +60,11 @@ Examples:
   ragtag launch --local 2 --shares 7,3 train.py
   ragtag launch --emulate home.toml train.py   this machine pretends to be the cluster in home.toml
   ragtag launch --plan plan.json train.py      shares and micro-batch from ragtag plan
+  ragtag launch --checkpoint runs/1 train.py   keeps checkpoints; started again, it goes on from the newest
   ragtag launch --all-output --logs runs/1 -m mypackage.train
+  ragtag launch --elastic --local 3 train.py   workers that die are replaced, and the step goes on without them
+  ragtag launch --address 192.168.1.7 train.py     prints the line to type on other machines; all may come and go
+  ragtag launch --hub 192.168.1.7:29400 train.py   joins that run; its token is in RAGTAG_TOKEN
 """,
 )
 def launch(
@@ -76,33 +80,75 @@ def launch(
         bool, typer.Option("--all-output", help="Show every worker's standard output, not only rank 0's.")
     ] = False,
     logs: Annotated[
-        Path | None, typer.Option("--logs", help="Also write each worker's output to DIR/rank-N.log.", metavar="DIR")
+        Path | None,
+        typer.Option(
+            "--logs", help="Also write each worker's output to DIR/rank-N.log (elastic: worker-N.log).", metavar="DIR"
+        ),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
     emulate: Annotated[
         Path | None,
         typer.Option("--emulate", help="Pretend to be the cluster in this file, one worker a device.", metavar="FILE"),
     ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Go on without workers that die, start them again, let others join."),
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="Elastic, and other machines may join at this address of this machine."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option("--port", help="Port where others join an elastic run; 0: any.", min=0, max=65535)
+    ] = 0,
+    hub: Annotated[
+        str | None,
+        typer.Option("--hub", help="Join the run of another machine with this one's workers.", metavar="HOST:PORT"),
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option("--token", help="The run's token, with --hub; better in RAGTAG_TOKEN.")
+    ] = None,
+    run_directory: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where an elastic run's journal is kept.", metavar="DIR")
+    ] = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="Shares as in this file of `ragtag plan --output`.", metavar="FILE")
+        Path | None,
+        typer.Option("--plan", help="Begin with the shares in this file of `ragtag plan --output`.", metavar="FILE"),
+    ] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep the shares of --plan whatever speeds become.")] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint",
+            help="Keep checkpoints here, and go on from the newest: a directory or fsspec URL.",
+            metavar="DIR",
+        ),
     ] = None,
 ) -> None:
     """Run a script on this machine's devices."""
     from ragtag.cli.launch import launch_local, request
 
+    wanted = request(
+        script=script,
+        arguments=tuple(arguments or ()),
+        num_workers=local,
+        shares=shares,
+        all_output=all_output,
+        logs=logs,
+        module=module,
+        emulate=emulate,
+        plan=plan,
+        pin=pin,
+        checkpoint=checkpoint,
+    )
+    if not (elastic or hub or address or port or token or run_directory):
+        raise typer.Exit(launch_local(wanted))
+    from ragtag.cli.elastic_request import elastic_request
+    from ragtag.cli.launch_elastic import launch_elastic
+
     raise typer.Exit(
-        launch_local(
-            request(
-                script=script,
-                arguments=tuple(arguments or ()),
-                num_workers=local,
-                shares=shares,
-                all_output=all_output,
-                logs=logs,
-                module=module,
-                emulate=emulate,
-                plan=plan,
-            )
+        launch_elastic(
+            wanted, elastic_request(hub=hub, token=token, address=address, port=port, directory=run_directory)
         )
     )
 
@@ -301,6 +347,32 @@ def simulate(
         html=html,
         as_json=as_json,
     )
+
+
+@app.command(
+    help="""Write a checkpoint's weights as plain safetensors, with the model's own names.
+
+`model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))` takes them; tied weights stand under each of
+their names.
+
+\b
+Examples:
+  ragtag export runs/1 weights.safetensors                     the newest checkpoint that `--checkpoint runs/1` kept
+  ragtag export run.safetensors weights.safetensors            one that `trainer.save` wrote
+  ragtag export s3://bucket/runs/1 weights.safetensors --json
+""",
+)
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(help="Checkpoint file, or a directory of them; a path or fsspec URL.", metavar="CHECKPOINT")
+    ],
+    weights: Annotated[Path, typer.Argument(help="The file to write.", metavar="WEIGHTS")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON object.")] = False,
+) -> None:
+    """Write the weights of a checkpoint."""
+    from ragtag.cli.export import run_export
+
+    run_export(checkpoint, weights, as_json=as_json)
 
 
 @app.command(

@@ -15,12 +15,34 @@ from typing import IO, BinaryIO
 
 
 class Output:
-    """The output of one worker. Give `stdout` and `stderr` to Popen, then call `follow`, and `finish` at the end."""
+    """The output of one worker. Give `stdout` and `stderr` to Popen, then call `follow`, and `finish` at the end.
 
-    def __init__(self, *, rank: int, all_output: bool, logs: Path | None) -> None:
+    Args:
+        rank: of the worker, or its place on this machine; what 0 says bears no prefix.
+        all_output: show the standard output of all, not only of 0.
+        logs: where to write it as well; None: nowhere.
+        name: what stands in the prefix and the log's name instead of the rank, for one of several that follow each
+            other in the same place: they share a log, and even the tracebacks of 0 are held back.
+        said: what ragtag itself has said on this machine; each of its lines is shown once, whichever workers say it.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        all_output: bool,
+        logs: Path | None,
+        name: str | None = None,
+        said: set[bytes] | None = None,
+    ) -> None:
         piped = subprocess.PIPE
-        self._prefix = f"[rank {rank}] ".encode() if rank > 0 else b""
-        self._log: BinaryIO | None = None if logs is None else open(logs / f"rank-{rank}.log", "wb")  # noqa: SIM115
+        self._prefix = f"[{name or f'rank {rank}'}] ".encode() if rank > 0 else b""
+        self._holds_back = rank > 0 or name is not None
+        self._said = said
+        self._log: BinaryIO | None = None
+        if logs is not None:
+            file = logs / f"{(name or f'rank {rank}').replace(' ', '-')}.log"
+            self._log = open(file, "wb" if name is None else "ab")  # noqa: SIM115
         self._shows_stdout = rank == 0 or all_output
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -32,7 +54,7 @@ class Output:
         if rank == 0:
             self.stdout = None if logs is None else piped
             # On a terminal it writes there itself; elsewhere its last words are compared with the others'.
-            self.stderr = None if logs is None and sys.stderr.isatty() else piped
+            self.stderr = None if logs is None and name is None and sys.stderr.isatty() else piped
         else:
             self.stdout = piped if self._shows_stdout or logs is not None else subprocess.DEVNULL
             self.stderr = piped
@@ -95,12 +117,16 @@ class Output:
                 self._log.flush()
 
     def _hold_traceback(self, lines: list[bytes]) -> list[bytes]:
-        """Return what is shown at once; of ranks other than 0, what follows the start of a traceback waits."""
+        """Return what is shown at once; where tracebacks are held back, what follows the start of one waits."""
         seen = []
         for line in lines:
+            if self._said is not None and line.startswith(b"ragtag: "):
+                if line in self._said:
+                    continue
+                self._said.add(line)
             if line.startswith(b"Traceback (most recent call last)"):
                 self._tracing = True
-                if self._prefix and not self._held:
+                if self._holds_back and not self._held:
                     self._held_since_s = time.monotonic()
                     self._held.append(b"")
             elif self._tracing and re.match(rb"[A-Za-z_][\w.]*(:|$)", line):

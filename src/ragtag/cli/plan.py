@@ -14,7 +14,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from ragtag.cli.launch import request as launch_request
+from ragtag.cli.plan_match import check_devices, check_made_for
 from ragtag.cli.plan_table import show
+from ragtag.cli.profile import what_it_trains
 from ragtag.core.cluster import Cluster, Device
 from ragtag.core.cluster_file import load_cluster
 from ragtag.core.errors import SettingError
@@ -57,6 +60,7 @@ def run_plan(request: Request, *, output: Path | None, as_json: bool) -> None:
         SettingError: a file, a word or an edit is wrong, or nothing fits.
     """
     cluster, profile = _read(request)
+    check_devices(profile, request.profile, cluster, _cluster_file(request))
     found = answer(cluster, profile, request.what_if)
     if output is not None:
         save_plan(plan_file(found.problem, found.choice), output)
@@ -172,10 +176,29 @@ def _cluster_of(profile: Profile) -> Cluster:
     )
 
 
+def _cluster_file(request: Request) -> Path | None:
+    return request.target if request.target.suffix == ".toml" else request.emulate
+
+
 def _profile_of(request: Request) -> Profile:
     """Measure the script's own model, or read what was measured before."""
+    if not request.target.is_file():
+        raise SettingError(
+            f"{request.target} was not found in {Path.cwd()}. Expected a cluster file (.toml), a profile (.json) or a "
+            f"training script."
+        )
     if request.profile is not None:
-        return load_profile(request.profile)
+        profile = load_profile(request.profile)
+        script = " ".join((str(request.target), *request.arguments))
+        # One process says what the script trains; nothing is measured.
+        trains = what_it_trains(launch_request(script=str(request.target), arguments=request.arguments, num_workers=1))
+        if trains is None:
+            raise SettingError(
+                f"{script} could not be run to see whether {request.profile} was measured for it (see above). A "
+                f"profile can be planned for without the script: ragtag plan {request.profile}"
+            )
+        check_made_for(profile, request.profile, script, trains, batch=request.batch)
+        return profile
     with tempfile.TemporaryDirectory(prefix="ragtag-plan-") as directory:
         output = Path(directory) / "profile.json"
         emulate = () if request.emulate is None else ("--emulate", str(request.emulate))

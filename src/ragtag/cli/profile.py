@@ -5,10 +5,12 @@ The one idea: the script is run as `launch` runs it; an environment variable tel
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +32,8 @@ def run_profile(
     _check_writable(output)
     before = _stamp(output)
     environ = {**environ, "RAGTAG_PROFILE": str(output.absolute())}
-    environ.pop("RAGTAG_PROFILE_FRESH", None)
+    for name in ("RAGTAG_PROFILE_FRESH", "RAGTAG_PROFILE_FACTS"):
+        environ.pop(name, None)
     if fresh:
         environ["RAGTAG_PROFILE_FRESH"] = "1"
     with _standard_output_to_errors() if as_json else _as_it_is():
@@ -38,16 +41,41 @@ def run_profile(
     if status != 0:
         return status
     if _stamp(output) == before:
-        raise RagtagError(
-            f"'{' '.join(request.command)}' ended without building a ragtag.Trainer, so nothing was measured. Name the "
-            f"script that trains, with the arguments it needs: ragtag profile train.py ..."
-        )
+        raise RagtagError(no_trainer(request))
     profile = load_profile(output)
     if as_json:
         print(profile.to_json().decode())
     else:
         _show(profile, Console())
     return 0
+
+
+def what_it_trains(request: Request, *, environ: Mapping[str, str] = os.environ) -> Profile | None:
+    """Return a profile without devices: the model and batch of a script, found out in one process without measuring.
+
+    None: the script failed, and said why on standard error.
+
+    Raises:
+        RagtagError: the script ended without building a `Trainer`.
+    """
+    with tempfile.TemporaryDirectory(prefix="ragtag-plan-") as directory:
+        output = Path(directory) / "facts.json"
+        environ = {**environ, "RAGTAG_PROFILE": str(output), "RAGTAG_PROFILE_FACTS": "1"}
+        with _standard_output_to_errors():
+            status = launch_local(request, environ)
+        if status != 0:
+            return None
+        if not output.exists():
+            raise RagtagError(no_trainer(request))
+        return msgspec.json.decode(output.read_bytes(), type=Profile)
+
+
+def no_trainer(request: Request) -> str:
+    """Return what to say of a script that ended before it was measured."""
+    return (
+        f"'{' '.join(request.command)}' ended without building a ragtag.Trainer, so nothing was measured. Name the "
+        f"script that trains, with the arguments it needs: ragtag profile train.py ..."
+    )
 
 
 def _check_writable(output: Path) -> None:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ragtag.cli.plan_match import check_devices
 from ragtag.core.cluster_file import load_cluster
 from ragtag.core.errors import SettingError, did_you_mean
 from ragtag.core.profile import load_profile
@@ -77,9 +78,13 @@ def run_simulate(request: Request, *, html: Path | None, as_json: bool) -> Repor
 def make_report(request: Request) -> Report:
     """Return the same training in each way, under the same luck and the same failures."""
     _check(request)
+    described = load_cluster(request.cluster)
+    profile = None if request.profile is None else load_profile(request.profile)
+    if profile is not None:
+        check_devices(profile, request.profile, described, request.cluster)
     cluster = virtual_cluster(
-        load_cluster(request.cluster),
-        None if request.profile is None else load_profile(request.profile),
+        described,
+        profile,
         batch=request.batch,
         gradient_bytes=0 if request.gradient is None else parse_bytes(request.gradient),
         source=str(request.cluster),

@@ -24,12 +24,35 @@ class Group(Protocol):
     and host; `origin_rank` is the rank that prints it.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
-    hosts: tuple[str, ...]
-    """Host name by rank."""
-    patience_s: float
+    @property
+    def rank(self) -> int:
+        """This process's place among the ranks."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank on its host."""
+        ...
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host name by rank."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that bound every wait."""
+        ...
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ranks come and go: then a step is applied only after everybody has said that it holds it."""
+        ...
 
     @property
     def step(self) -> int:
@@ -72,8 +95,12 @@ class Group(Protocol):
         """Return every rank's JSON-able value, by rank. Raises DisagreementError when names differ."""
         ...
 
-    def claim(self, step: int, count: int) -> Work:
-        """Queue a claim of `count` units from the pool of `step`; the work's result is how many were claimed before."""
+    def claim(self, step: int, decide: Callable[[int], int]) -> Work:
+        """Queue a claim from the pool of `step`; the work's result is (how many were claimed before, how many it
+        claims).
+
+        `decide` is told how many are claimed, and returns how many more to claim; it runs on another thread.
+        """
         ...
 
     def post(self, name: str) -> Work:
@@ -112,6 +139,8 @@ class Group(Protocol):
 class SoloGroup:
     """A world of one: no threads, no sockets, the same answers."""
 
+    elastic = False
+
     def __init__(self, patience_s: float, host: str = "localhost") -> None:
         self.rank = 0
         self.world_size = 1
@@ -149,7 +178,7 @@ class SoloGroup:
         """Return the value as JSON gives it back, as with more ranks."""
         return (msgspec.json.decode(msgspec.json.encode(value)),)
 
-    def claim(self, step: int, count: int) -> Work:
+    def claim(self, step: int, decide: Callable[[int], int]) -> Work:
         """Refuse: there is nobody to pull work from."""
         raise AssertionError("one rank has all the work already")
 

@@ -106,6 +106,7 @@ def _call(rank: int, peer: int, there: Listening, deadline_s: float) -> socket.s
             f"{error.strerror or error}. Does a firewall close that host's ports to its peers?",
             peer=None,
             timed_out=isinstance(error, TimeoutError),
+            unreached=peer,
         ) from None
     _present(connected, there.token, rank)
     return connected
@@ -150,6 +151,7 @@ def _accept_callers(
                         f"{', '.join(map(str, missing))}. Does a firewall close this host's ports to its peers?",
                         peer=None,
                         timed_out=True,
+                        unreached=missing[0] if len(missing) == 1 else None,
                     )
                 for key, _ in selector.select(_left_s(deadline_s)):
                     if key.data is None:

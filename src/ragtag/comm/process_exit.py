@@ -21,6 +21,10 @@ from ragtag.core.errors import PeerError, RagtagError
 
 PEER_FAILED_STATUS = 75
 """Exit status of a rank that only ends because another one did (EX_TEMPFAIL), so that a launcher finds the culprit."""
+EVICTED_STATUS = 76
+"""Exit status of a worker that the others gave up, so that a launcher starts another one in its place."""
+HUB_LOST_STATUS = 77
+"""Exit status of a worker that could not reach its run's hub any more, so that a launcher waits until it can."""
 INTERRUPTED_STATUS = 130
 """Exit status after Ctrl-C, as shells give it."""
 
@@ -36,10 +40,11 @@ _raised_status: int | None = None
 _stuck = False
 
 
-def guard(group: Group) -> None:
-    """From now on tell `group` how this script ends. A world of one has nobody to tell and is left alone."""
+def guard(group: Group, *, always: bool = False) -> None:
+    """From now on tell `group` how this script ends. A world of one has nobody to tell and is left alone, unless
+    `always`: others may join it."""
     global _previous_hook, _previous_exit, _asked_status
-    if group.world_size == 1:
+    if group.world_size == 1 and not always:
         return
     _asked_status = None
     if _previous_hook is None:
@@ -80,6 +85,24 @@ def expect_stuck_thread() -> None:
     _stuck = True
 
 
+def ending_with(status: int) -> None:
+    """The script is about to end with `status` on every rank alike, so that no rank has to tell the others."""
+    global _raised_status
+    _raised_status = status
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End the process now, from any thread, without exit handlers or the interpreter's teardown."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.terminate()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(status)
+
+
 def finish() -> None:
     """Say goodbye to all guarded groups, and release them."""
     for group in tuple(_guarded):
@@ -104,7 +127,8 @@ def what_to_print(error: BaseException, group: Group) -> str:
     if origin is None or origin == group.rank:
         return "all"
     host = group.hosts[group.rank]
-    if host != group.hosts[origin] and group.hosts.index(host) == group.rank:
+    elsewhere = not 0 <= origin < len(group.hosts) or host != group.hosts[origin]
+    if elsewhere and group.hosts.index(host) == group.rank:
         return "line"
     return "nothing"
 
@@ -116,8 +140,11 @@ def _except_hook(kind: type[BaseException], error: BaseException, trace: Traceba
     if threading.current_thread() is threading.main_thread():
         # A further Ctrl-C ends the process at once instead of adding a traceback to this one.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    status = getattr(error, "exit_status", None)
     if isinstance(error, KeyboardInterrupt):
         _raised_status = INTERRUPTED_STATUS
+    elif status is not None:
+        _raised_status = status
     elif isinstance(error, PeerError) and error.origin_rank != group.rank:
         _raised_status = PEER_FAILED_STATUS
     else:
@@ -125,9 +152,11 @@ def _except_hook(kind: type[BaseException], error: BaseException, trace: Traceba
     try:
         report(error)
     finally:
-        printed = what_to_print(error, group)
+        printed = "short" if status is not None else what_to_print(error, group)
         if printed == "all":
             _previous_hook(kind, error, trace)
+        elif printed == "short":
+            print(f"ragtag: {error}", file=sys.stderr)
         elif printed == "line":
             print(f"ragtag: rank {group.rank}: {type(error).__name__}: {error}", file=sys.stderr)
     if _raised_status != 1:
@@ -147,17 +176,10 @@ def _leave_at_once() -> None:
     """
     if not _stuck:
         return
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.terminate()
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
     status = _raised_status if _raised_status is not None else _asked_status
     if status is None and hasattr(sys, "last_value"):
         status = 1  # An exception was printed that no hook of ours saw: no group had been formed.
-    os._exit(status or 0)
+    leave_at_once(status or 0)
 
 
 # Exit handlers run last in, first out: registered at import, this one runs after those of the user's script.

@@ -74,7 +74,7 @@ def connect(
         return SoloGroup(patience_s, socket.gethostname())
     deadline_s = time.monotonic() + max(10 * patience_s, _LEAST_MEETING_S)
     sequence = next(_sequence)
-    ip = _resolved(place.address, place.port)
+    ip = resolved(place.address, place.port)
     # Before the meeting, because each connection may take long (see _LEAST_MEETING_S) and heartbeats start after it.
     store = _open_store(place, ip, patience_s, deadline_s)
     clones = [_asked(place, lambda: _clone(store), deadline_s) for _ in range(2)]
@@ -82,8 +82,8 @@ def connect(
     mine = Introduction(
         rank=place.rank,
         host=socket.gethostname(),
-        boot_id=_boot_id(),
-        address=_local_address(ip, place.port),
+        boot_id=boot_id(),
+        address=local_address(ip, place.port),
         nonce=secrets.token_hex(8),
     )
     generation, introductions = _asked(place, lambda: _meet(meeting, place, mine, deadline_s), deadline_s + 1.0)
@@ -266,28 +266,30 @@ def _await_listener(place: Place, ip: str, deadline_s: float) -> None:
         pause_s = min(2 * pause_s, 0.25)
 
 
-def _resolved(address: str, port: int) -> str:
+def resolved(address: str, port: int, variable: str = "MASTER_ADDR") -> str:
+    """Return the numeric address of a host, IPv4 where it has one. Raises LaunchError, naming the `variable`."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(
-            f"MASTER_ADDR={address!r} is not a known host name or address ({error}). "
+            f"{variable}={address!r} is not a known host name or address ({error}). "
             f"Set it to the address of rank 0's host; `getent hosts {address}` shows what this host knows."
         ) from None
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
-def _local_address(ip: str, port: int) -> str:
+def local_address(ip: str, port: int) -> str:
     """Return this host's address on the interface that routes to `ip`; nothing is sent."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((ip, port))
         except OSError as error:
-            raise LaunchError(f"{socket.gethostname()} has no route to MASTER_ADDR={ip}: {error.strerror}.") from None
+            raise LaunchError(f"{socket.gethostname()} has no route to {ip}: {error.strerror}.") from None
         return str(probe.getsockname()[0])
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Return what tells this machine's present boot from any other; empty where the system does not say."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

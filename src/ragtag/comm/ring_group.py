@@ -46,6 +46,8 @@ class RingGroup:
         on_close: called once, when the group has been closed.
     """
 
+    elastic = False
+
     def __init__(
         self,
         *,
@@ -144,15 +146,19 @@ class RingGroup:
             )
         return tuple(msgspec.json.decode(each) for each in self._meet(f"gather/{name!r}", doing, doing, content))
 
-    def claim(self, step: int, count: int) -> Work:
-        """Queue a claim of `count` of the units that `step` lets ranks pull; its result is how many were claimed
-        before."""
+    def claim(self, step: int, decide: Callable[[int], int]) -> Work:
+        """Queue a claim from the pool of `step`; its result is (how many were claimed before, how many it claims)."""
+        key = f"claimed/{step}"
 
-        def job() -> int:
-            first = self._claims_store.add(f"claimed/{step}", count) - count
+        def job() -> tuple[int, int]:
+            # Decided on what the others have claimed by now: what was known at the last claim is long out of date.
+            claimed = self._claims_store.add(key, 0)
+            count = decide(claimed)
+            if count > 0:
+                claimed = self._claims_store.add(key, count) - count
             if self.rank == 0:
                 self._claims_store.delete_key(f"claimed/{step - 2}")  # everybody has voted on that step
-            return first
+            return claimed, count
 
         return self._on_claims(job)
 
@@ -259,6 +265,15 @@ class RingGroup:
                 raise self._agree_on(notice, doing) from None
         finally:
             self._watch.waiting_for = ""
+
+    def abandon(self, reason: str) -> None:
+        """Make every wait of this rank raise PeerLost with `reason`; from any thread, and nobody else is told."""
+        with self._bell.condition:
+            if self._peers.fatal is None:
+                self._peers.fatal = Notice(
+                    kind="lost", rank=-1, reporter=self.rank, text=reason, step=self.step, doing=self.doing
+                )
+            self._bell.ring()
 
     def announce_failure(self, error: BaseException, doing: str) -> None:
         """Tell all ranks that this one fails; the first failure wins."""

@@ -18,12 +18,16 @@ TAG_LIMIT = 2**31
 class TransportError(Exception):
     """A message could not be sent or received. Private to `comm`: the group turns it into a `PeerError`.
 
-    `peer` is the other rank (None: no particular one), `timed_out` whether it was silent rather than gone.
+    `peer` is the other rank (None: no particular one), `timed_out` whether it was silent rather than gone, `unreached`
+    a rank that could not be connected with (None: that is not what happened).
     """
 
-    def __init__(self, message: str, *, peer: int | None, timed_out: bool = False) -> None:
+    def __init__(
+        self, message: str, *, peer: int | None, timed_out: bool = False, unreached: int | None = None
+    ) -> None:
         super().__init__(message)
         self.peer = peer
+        self.unreached = unreached
         self.timed_out = timed_out
 
 

@@ -13,7 +13,9 @@ import msgspec
 
 from ragtag.core.errors import DisagreementError
 
-_FIXED = struct.Struct("<qQqIIIq9d")
+_FIXED = struct.Struct("<qQqIIIqq9d")
+_HELD_ALL = -1
+"""Stands for `fits` = None."""
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +30,18 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     """A gradient arrived after its bucket had left: everybody must reduce again."""
     absent: bool = False
     """Cast in the name of a rank that has not come back from its data or its forward: others are to do its work."""
+    regroup: bool = False
+    """This rank was told that newcomers wait: all leave the generation after this step."""
+    spoilt: bool = False
+    """Part of what was reduced was launched before its rank ran out of memory and began anew: everybody must reduce
+    again."""
+    fits: int | None = None
+    """Its memory ran out in this step: most samples in one forward that it tries from now on, 0 if there is nothing
+    smaller to try and others are to do its work. None: its memory held everything."""
+    save: bool = False
+    """This rank's clock says that a checkpoint is due after this step; rank 0's counts."""
+    stop: int = 0
+    """Number of the signal that asks this rank to end after this step; 0: none does."""
     contents_hash: int
     """Sum of hashed unit ids in this rank's sum, mod 2**32."""
     samples: int
@@ -53,7 +67,9 @@ def pack(ballot: Ballot) -> bytes:
     """Encode a ballot; the length depends only on the numbers of metrics and parameters, equal on all ranks."""
     b = ballot
     fixed = _FIXED.pack(
-        b.step, b.plan_hash, b.attempt, int(b.launched_too_early), int(b.absent), b.contents_hash, b.samples,
+        b.step, b.plan_hash, b.attempt, int(b.launched_too_early),
+        int(b.absent) | 2 * int(b.regroup) | 4 * int(b.save) | 8 * int(b.spoilt) | b.stop << 8, b.contents_hash,
+        b.samples, _HELD_ALL if b.fits is None else b.fits,
         b.weight, b.loss_total, b.norm, b.compute_s, b.exposed_s, b.data_s, b.apply_s, b.add_s, b.send_s,
     )  # fmt: skip
     return fixed + struct.pack(f"<{len(b.metrics)}d", *b.metrics) + b.has_gradient
@@ -61,14 +77,19 @@ def pack(ballot: Ballot) -> bytes:
 
 def unpack(data: bytes, *, num_metrics: int) -> Ballot:
     """Decode what `pack` encoded."""
-    step, plan_hash, attempt, early, absent, contents, samples, *numbers = _FIXED.unpack_from(data)
+    step, plan_hash, attempt, early, absent, contents, samples, fits, *numbers = _FIXED.unpack_from(data)
     weight, loss_total, norm, compute_s, exposed_s, data_s, apply_s, add_s, send_s = numbers
     return Ballot(
         step=step,
         plan_hash=plan_hash,
         attempt=attempt,
         launched_too_early=bool(early),
-        absent=bool(absent),
+        absent=bool(absent & 1),
+        regroup=bool(absent & 2),
+        save=bool(absent & 4),
+        stop=absent >> 8,
+        spoilt=bool(absent & 8),
+        fits=None if fits == _HELD_ALL else fits,
         contents_hash=contents,
         samples=samples,
         weight=weight,
@@ -89,10 +110,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do with the step, the same everywhere."""
 
     reduce_again: bool = False
+    spoilt: bool = False
+    """What was reduced is worthless, although by now every own sum is whole: all reduce again."""
     incomplete: bool = False
-    """What the absent ranks have not computed is in no sum: the others compute it, and all reduce again."""
+    """What ranks absent or out of memory have not computed is in no sum: others compute it, and all reduce again."""
     absent: frozenset[int] = frozenset()
     """Ranks that were stood in for."""
+    unable: frozenset[int] = frozenset()
+    """Ranks whose memory does not hold even the smallest piece of work."""
+    save: bool = False
+    """A checkpoint is due after this step."""
+    stop: int = 0
+    """All end after this step, because of the signal of this number; 0: go on."""
     finite: bool = True
     weight: float
     loss_total: float
@@ -113,7 +142,7 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
 
     Raises:
         DisagreementError: the ranks are not voting on the same step and plan, a unit is missing although no rank is
-            absent, or counted twice, a weight is negative, or norms differ by more than rounding.
+            absent or out of memory, or counted twice, a weight is negative, or norms differ by more than rounding.
     """
     first = ballots[0]
     for rank, ballot in enumerate(ballots):
@@ -127,7 +156,8 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
             raise _for_all(f"rank {rank} has a negative total weight {ballot.weight} in step {first.step}.")
     held = sum(ballot.contents_hash for ballot in ballots) % 2**32
     absent = frozenset(rank for rank, ballot in enumerate(ballots) if ballot.absent)
-    if held != expected_hash and not absent:
+    unable = frozenset(rank for rank, ballot in enumerate(ballots) if ballot.fits == 0)
+    if held != expected_hash and not absent and not unable:
         raise _for_all(
             f"the gradient sums of step {first.step} do not hold every sample exactly once "
             f"(contents {held:#010x}, expected {expected_hash:#010x}); the step was not applied."
@@ -149,8 +179,12 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
         bits |= int.from_bytes(ballot.has_gradient, "little")
     return Outcome(
         reduce_again=any(ballot.launched_too_early for ballot in ballots),
+        spoilt=any(ballot.spoilt for ballot in ballots),
         incomplete=held != expected_hash,
         absent=absent,
+        unable=unable,
+        save=first.save,
+        stop=max(ballot.stop for ballot in ballots),
         finite=finite,
         weight=weight,
         loss_total=loss_total,

@@ -11,6 +11,7 @@ import msgspec
 
 from ragtag.control import explain
 from ragtag.control.chunks import ROWS, RingStep, choose_chunks, last_rank, most_saved_s, remember, usual
+from ragtag.control.memory import Memory, smaller_forwards
 from ragtag.control.observation import Observation, plan_id, planned_forwards
 from ragtag.control.parking import TRY_STEPS, Parked, next_try
 from ragtag.control.predict import Cluster, cluster_of, observe_step, predict_step_s
@@ -68,13 +69,13 @@ class Controller:
     its computing slows down, say).
 
     Raises:
-        SettingError: caps or presence of the wrong length, or the batch does not fit under the caps.
+        SettingError: caps, memory or presence of the wrong length, or the batch does not fit under the caps.
     """
 
     def __init__(self, plan: Plan, limits: Limits | None = None, *, presence_s: Sequence[float] = ()) -> None:
         self.limits = limits or Limits()
         world_size = len(plan.shares)
-        for name, values in (("caps", self.limits.caps), ("presence_s", presence_s)):
+        for name, values in (("caps", self.limits.caps), ("memory", self.limits.memory), ("presence_s", presence_s)):
             if values and len(values) != world_size:
                 raise SettingError(f"{name} = {tuple(values)} is not valid. Expected {world_size} numbers, one a rank.")
         self._state = _State(plan=plan, cluster=cluster_of(world_size, presence_s))
@@ -139,6 +140,21 @@ class Controller:
         decision = self._decide(seen) if len(state.plan.shares) > 1 else None
         if decision:
             self._adopt(decision)
+        return decision
+
+    def keep_to_memory(self, step: int, memory: Memory, reason: str) -> Decision:
+        """Plan from the step after `step` on with what ranks' memory holds; see `Limits.memory`.
+
+        A rank on trial is no longer: it keeps its unit, or loses it as any rank would.
+        """
+        self.limits = limits = msgspec.structs.replace(self.limits, memory=memory)
+        old, cluster = self.plan, self._state.cluster
+        plan = smaller_forwards(old, memory) if self._fits(old) else best_plan(cluster, old, limits)
+        if plan.shares != old.shares:
+            reason = f"{reason}; {explain.shares(old, plan)}"
+        old_s, new_s = predict_step_s(cluster, old), predict_step_s(cluster, plan)
+        decision = self._decision(step, "memory", plan, reason, new_s, old_s)
+        self._adopt(decision)
         return decision
 
     def _decide(self, seen: Observation) -> Decision | None:
@@ -316,7 +332,9 @@ class Controller:
         return self._state.cluster.rank_s(rank, unit, unit, unit)
 
     def _fits(self, plan: Plan) -> bool:
-        return all(cap is None or share <= cap for share, cap in zip(plan.shares, self.limits.caps or ()))
+        limits = self.limits
+        in_reach = all(share == 0 or most != 0 for share, most in zip(plan.shares, limits.memory or ()))
+        return in_reach and all(cap is None or share <= cap for share, cap in zip(plan.shares, limits.caps or ()))
 
 
 def _achieve(state: _State, wall_s: float) -> _State:

@@ -12,16 +12,21 @@ from ragtag.core.values import Plan
 def moving(cluster: Cluster, old: Plan, new: Plan, old_s: float, new_s: float, because: str) -> str:
     """Why work moves between ranks."""
     known = [(speed.level_s, rank) for rank, speed in enumerate(cluster.speeds) if speed.known and new.shares[rank]]
-    text = f"shares {_listed(old.shares)} -> {_listed(new.shares)}"
+    text = shares(old, new)
     if because:
         return f"{text}: the old ones are {because}"
     (fast_s, fast), (slow_s, slow) = min(known), max(known)
     return f"{text}: rank {slow} takes {_ms(slow_s)} a sample, rank {fast} {_ms(fast_s)}; {_saved(old_s, new_s)}"
 
 
+def shares(old: Plan, new: Plan) -> str:
+    """How they change."""
+    return f"shares {_listed(old.shares)} -> {_listed(new.shares)}"
+
+
 def parking(rank: int, cluster: Cluster, old: Plan, new: Plan, alone_s: float, old_s: float, new_s: float) -> str:
     """Why `rank` loses its share."""
-    text = f"rank {rank} parked: {_ms(alone_s)} for its first {_samples(old.unit)} alone"
+    text = f"rank {rank} parked: {_ms(alone_s)} for its first {samples(old.unit)} alone"
     if cluster.presence_s[rank]:
         text += f", and {_ms(cluster.presence_s[rank])} that its computing adds to everybody's step"
     return f"{text}; shares {_listed(old.shares)} -> {_listed(new.shares)}; {_saved(old_s, new_s)}"
@@ -39,7 +44,7 @@ def trying(entry: Parked, speed: Speed, plan: Plan, step: int) -> str:
     """Why a parked rank is tried."""
     known = f"it took {_ms(speed.level_s)} a sample then" if speed.level_s else "its speed was never measured"
     return (
-        f"rank {entry.rank} tried with {_samples(plan.unit)}: without a share for {step - entry.since} steps, {known}; "
+        f"rank {entry.rank} tried with {samples(plan.unit)}: without a share for {step - entry.since} steps, {known}; "
         f"shares {_listed(plan.shares)}"
     )
 
@@ -66,7 +71,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms"
 
 
-def _samples(count: int) -> str:
+def samples(count: int) -> str:
+    """So many of them."""
     return "1 sample" if count == 1 else f"{count} samples"
 
 

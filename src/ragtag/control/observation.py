@@ -62,6 +62,8 @@ def observe_ballots(ballots: Sequence[Ballot], plan: Plan) -> Observation:
     samples do not mend a cold cache or a slow disk, and work moved for it would have to be moved back.
     """
     samples = tuple([ballot.samples for ballot in ballots])
+    # Work that was done twice says nothing about a rank's speed.
+    compute_s = tuple([ballot.compute_s if ballot.fits is None else 0.0 for ballot in ballots])
     if samples == plan.shares:
         micro_batches = planned_forwards(plan)
     else:
@@ -72,7 +74,7 @@ def observe_ballots(ballots: Sequence[Ballot], plan: Plan) -> Observation:
         plan_id=plan_id(plan),
         samples=samples,
         micro_batches=micro_batches,
-        compute_s=tuple([ballot.compute_s for ballot in ballots]),
+        compute_s=compute_s,
         apply_s=tuple([ballot.apply_s for ballot in ballots]),
         comm_s=min([ballot.exposed_s for ballot in ballots]),
         wall_s=max([b.apply_s + b.data_s + b.compute_s + b.exposed_s for b in ballots]),

@@ -27,6 +27,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Most samples a rank's memory can hold the work of; None: any number."""
     micro_batch: int | None = None
     """Largest number of samples in one forward; None: a rank's whole share."""
+    memory: tuple[int | None, ...] | None = None
+    """Most samples in one forward that each rank's memory holds; None: any number, 0: not even one unit."""
     switch_cost_s: float = 0.0
     """Seconds that everybody loses by a change of plan."""
     horizon_steps: int = 50
@@ -97,7 +99,9 @@ def pays(cluster: Cluster, plan: Plan, gain: float, step: int, limits: Limits) -
 def units_under_caps(plan: Plan, limits: Limits) -> list[int]:
     """Return how many units each rank has room for."""
     num_units = -(-sum(plan.shares) // plan.unit)
-    caps = limits.caps or (None,) * len(plan.shares)
+    caps = list(limits.caps or (None,) * len(plan.shares))
+    for rank, most in enumerate(limits.memory or ()):
+        caps[rank] = 0 if most == 0 else caps[rank]
     return [num_units if cap is None else min(num_units, cap // plan.unit) for cap in caps]
 
 
@@ -111,7 +115,7 @@ def _variance(cluster: Cluster, plan: Plan) -> float:
 
 
 def _with_units(plan: Plan, units: Sequence[int], limits: Limits) -> Plan:
-    return next_plan(plan, units, micro_batch=limits.micro_batch, reason="")
+    return next_plan(plan, units, micro_batch=limits.micro_batch, memory=limits.memory, reason="")
 
 
 def _times(cluster: Cluster, unit: int, limits: Limits) -> list[Callable[[int], int]]:
@@ -121,10 +125,12 @@ def _times(cluster: Cluster, unit: int, limits: Limits) -> list[Callable[[int], 
     def time_of(rank: int) -> Callable[[int], int]:
         apply_s = cluster.apply_s[rank]
         speed = cluster.speeds[rank] if cluster.speeds[rank].known else slowest
+        most = limits.memory[rank] if limits.memory else None
 
         def time_us(units: int) -> int:
             samples = units * unit
-            num_forwards = forwards(samples, unit=unit, micro_batch=limits.micro_batch or max(1, samples))
+            size = limits.micro_batch or max(1, samples)
+            num_forwards = forwards(samples, unit=unit, micro_batch=min(size, most or size))
             return int((apply_s + speed.time_s(samples, num_forwards)) * _MICROSECONDS + 0.5)
 
         return time_us

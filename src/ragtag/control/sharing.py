@@ -15,6 +15,15 @@ _BATCH_NORM_UNIT = 8
 _LARGEST_UNIT = 32
 
 
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan made beforehand says a run begins with; tuples are by rank."""
+
+    shares: tuple[int, ...] | None = None
+    """Samples of a full batch; shares follow speed from there. None: equal ones."""
+    micro_batch: tuple[int | None, ...] | None = None
+    """Most samples in one forward, for as long as the run lasts; None: any number."""
+
+
 def choose_unit(*, global_batch_size: int, separable: bool, batch_norm: bool) -> tuple[int, str]:
     """Return how many samples are always computed together, and one line that says why.
 
@@ -39,8 +48,10 @@ def initial_plan(
     micro_batch: int | None = None,
     caps: Sequence[int | None] | None = None,
     separable_reason: str = "",
+    start: Start | None = None,
 ) -> Plan:
-    """Return the plan a run starts with: `shares` (samples by rank) where they are pinned, else equal ones.
+    """Return the plan a run starts with: `shares` (samples by rank) where they are pinned, else those of `start`, else
+    equal ones.
 
     With `unit` > 1 whole units are dealt out in proportion, and the plan's shares are the samples of these units.
     `caps` are the most samples that each rank has memory for (None: any number); pinned shares overrule them.
@@ -51,32 +62,51 @@ def initial_plan(
         that does not fit under the caps.
     """
     _check_sizes(world_size, global_batch_size, unit, micro_batch)
+    start = start or Start()
     if shares is not None:
-        _check_shares(shares, world_size, global_batch_size)
+        _check_shares("shares", shares, world_size, global_batch_size)
+    elif start.shares is not None:
+        _check_shares("the plan's shares", start.shares, world_size, global_batch_size)
+    if start.micro_batch is not None and len(start.micro_batch) != world_size:
+        raise SettingError(
+            f"The plan has micro-batches for {len(start.micro_batch)} ranks, but there are {world_size}. Plan for "
+            f"these devices: ragtag plan."
+        )
     num_units = -(-global_batch_size // unit)
-    if shares is None:
+    given_shares = start.shares if shares is None else shares
+    if given_shares is None:
         units = apportion(
             num_units, [1] * world_size, [None if cap is None else cap // unit for cap in caps or ()] or None
         )
     else:
-        units = apportion(num_units, shares)
+        units = apportion(num_units, given_shares)
     given = samples_of_units(units, global_batch_size, unit)
     return Plan(
         shares=given,
-        micro_batch=_micro_batches(given, unit, micro_batch),
+        micro_batch=_micro_batches(given, unit, micro_batch, start.micro_batch),
         unit=unit,
         chunk_weights=(1,) * world_size,
-        reason=_reason(shares, given, num_units, unit, separable_reason),
+        reason=_reason(given_shares, given, num_units, unit, separable_reason, pinned=shares is not None),
     )
 
 
-def next_plan(plan: Plan, units: Sequence[int], *, micro_batch: int | None = None, reason: str) -> Plan:
-    """Return the plan after `plan` that deals the same batch out as `units` by rank."""
+def next_plan(
+    plan: Plan,
+    units: Sequence[int],
+    *,
+    micro_batch: int | None = None,
+    memory: Sequence[int | None] | None = None,
+    reason: str,
+) -> Plan:
+    """Return the plan after `plan` that deals the same batch out as `units` by rank.
+
+    `memory` is how many samples of one forward each rank's memory holds (None: any number), whatever `micro_batch` is.
+    """
     shares = samples_of_units(units, sum(plan.shares), plan.unit)
     return msgspec.structs.replace(
         plan,
         shares=shares,
-        micro_batch=_micro_batches(shares, plan.unit, micro_batch),
+        micro_batch=_micro_batches(shares, plan.unit, micro_batch, memory),
         reason=reason,
         epoch=plan.epoch + 1,
     )
@@ -106,17 +136,28 @@ def samples_of_units(units: Sequence[int], samples: int, unit: int) -> tuple[int
     return tuple(shares)
 
 
-def _micro_batches(shares: Sequence[int], unit: int, micro_batch: int | None) -> tuple[int, ...]:
+def _micro_batches(
+    shares: Sequence[int], unit: int, micro_batch: int | None, memory: Sequence[int | None] | None = None
+) -> tuple[int, ...]:
     if unit > 1:
         return (unit,) * len(shares)
     # A rank without a share may still be given work that another one lost.
-    return tuple(micro_batch or max(1, share) for share in shares)
+    sizes = [micro_batch or max(1, share) for share in shares]
+    return tuple(min(size, most or size) for size, most in zip(sizes, memory or sizes))
 
 
-def _reason(shares: Sequence[int] | None, given: tuple[int, ...], num_units: int, unit: int, unit_reason: str) -> str:
+def _reason(
+    shares: Sequence[int] | None,
+    given: tuple[int, ...],
+    num_units: int,
+    unit: int,
+    unit_reason: str,
+    *,
+    pinned: bool,
+) -> str:
     listed = ", ".join(map(str, given))
     if shares is not None:
-        reason = f"pinned: {', '.join(map(str, shares))}"
+        reason = f"{'pinned' if pinned else 'as planned, to begin with'}: {', '.join(map(str, shares))}"
         if tuple(shares) != given:
             reason += f" (in whole units of {unit}: {listed})"
     elif len(given) == 1:
@@ -146,17 +187,17 @@ def _check_sizes(world_size: int, global_batch_size: int, unit: int, micro_batch
         )
 
 
-def _check_shares(shares: Sequence[int], world_size: int, global_batch_size: int) -> None:
+def _check_shares(name: str, shares: Sequence[int], world_size: int, global_batch_size: int) -> None:
     listed = ", ".join(map(str, shares))
     if not all(isinstance(share, int) and not isinstance(share, bool) and share >= 0 for share in shares):
-        raise SettingError(f"shares = ({listed}) is not valid. Expected whole numbers of samples, at least 0 each.")
+        raise SettingError(f"{name} = ({listed}) is not valid. Expected whole numbers of samples, at least 0 each.")
     if len(shares) != world_size:
         raise SettingError(
-            f"shares = ({listed}) has {len(shares)} numbers, but there are {world_size} ranks. "
+            f"{name} = ({listed}) has {len(shares)} numbers, but there are {world_size} ranks. "
             f"Expected one number a rank, summing to global_batch_size = {global_batch_size}."
         )
     if sum(shares) != global_batch_size:
         raise SettingError(
-            f"shares = ({listed}) sums to {sum(shares)}, but global_batch_size = {global_batch_size}. "
+            f"{name} = ({listed}) sums to {sum(shares)}, but global_batch_size = {global_batch_size}. "
             f"Expected shares that sum to {global_batch_size}; or set global_batch_size={sum(shares)}."
         )

@@ -18,7 +18,26 @@ from ragtag.core.errors import SettingError, did_you_mean
 
 _PREFIX = "RAGTAG_"
 _OTHER_VARIABLES = frozenset(
-    {"STORE_FD", "LAUNCHED", "SHARES", "CONFIG", "DEVICE", "EMULATE", "HOSTNAME", "PROFILE", "PROFILE_FRESH", "TOKEN"}
+    {
+        "STORE_FD",
+        "LAUNCHED",
+        "SHARES",
+        "CONFIG",
+        "DEVICE",
+        "EMULATE",
+        "HOSTNAME",
+        "PROFILE",
+        "PROFILE_FRESH",
+        "PROFILE_FACTS",
+        "START_SHARES",
+        "START_MICRO_BATCH",
+        "TOKEN",
+        "HUB",
+        "RUN",
+        "WORKER",
+        "GUEST",
+        "LAUNCHER_PIPE",
+    }
 )
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
@@ -75,6 +94,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     check_replicas_every: Annotated[int, Meta(ge=0, description="a whole number of steps; 0 means never")] = 100
     """Steps between comparisons of the ranks' parameters by hash; 0: never."""
 
+    checkpoint: (
+        Annotated[str, Meta(min_length=1, description="a directory, an fsspec URL such as s3://..., or None")] | None
+    ) = None
+    """Where the run keeps checkpoints, and goes on from when it is started again; None: nothing is automatic."""
+
+    checkpoint_every_s: Annotated[float, Meta(gt=0, description="a number of seconds above 0, or None")] | None = 600.0
+    """Seconds between checkpoints, at the next step boundary; None: not by time."""
+
+    checkpoint_every_steps: (
+        Annotated[int, Meta(ge=1, description="a whole number of steps, at least 1, or None")] | None
+    ) = None
+    """A checkpoint after every so many steps as well; None: not by steps."""
+
+    checkpoint_keep: Annotated[int, Meta(ge=1, description="a whole number of checkpoints, at least 1")] = 3
+    """How many checkpoints of the run stay; older ones are removed once a new one is complete."""
+
+    resume: Annotated[bool, Meta(description="True or False")] = True
+    """Go on from what is in `checkpoint`; False: start anew, beside what is there, of which nothing is removed."""
+
     @classmethod
     def resolve(cls, settings: Mapping[str, Any], *, environ: Mapping[str, str], directory: Path) -> "Config":
         """Return the Config of explicit `settings`, with `environ` and the files under `directory` filling the rest.
@@ -106,22 +144,45 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
         return msgspec.StructMeta.__call__(cls, **values)
 
 
-def shares_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+def shares_from_environment(
+    environ: Mapping[str, str], variable: Literal["RAGTAG_SHARES", "RAGTAG_START_SHARES"] = "RAGTAG_SHARES"
+) -> tuple[int, ...] | None:
     """Return the shares in RAGTAG_SHARES ("8,5,3": samples by rank), or None where it is unset or empty.
+
+    RAGTAG_START_SHARES says with which shares a run begins that follows speeds.
 
     Raises:
         SettingError: it is not a comma-separated list of whole numbers.
     """
-    text = environ.get("RAGTAG_SHARES", "").strip()
-    if not text:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() for word in words):
+    words = _words(environ, variable)
+    if words and not all(word.isascii() and word.isdigit() for word in words):
         raise SettingError(
-            f"The environment variable RAGTAG_SHARES = '{text}' is not valid. "
-            f"Expected samples by rank, whole numbers with commas between: RAGTAG_SHARES=8,5,3."
+            f"The environment variable {variable} = '{environ[variable]}' is not valid. "
+            f"Expected samples by rank, whole numbers with commas between: {variable}=8,5,3."
         )
-    return tuple(int(word) for word in words)
+    return tuple(int(word) for word in words) or None
+
+
+def micro_batches_from_environment(environ: Mapping[str, str]) -> tuple[int | None, ...] | None:
+    """Return what RAGTAG_START_MICRO_BATCH ("8,none,2": samples by rank) says is the most that each rank computes at a
+    time, or None where it is unset or empty.
+
+    Raises:
+        SettingError: it is no such list.
+    """
+    variable = "RAGTAG_START_MICRO_BATCH"
+    words = _words(environ, variable)
+    if not all(word == "none" or (word.isascii() and word.isdigit() and int(word)) for word in words):
+        raise SettingError(
+            f"The environment variable {variable} = '{environ[variable]}' is not valid. Expected samples by rank, "
+            f"whole numbers of at least 1, or none for no limit, with commas between: {variable}=8,none,2."
+        )
+    return tuple(None if word == "none" else int(word) for word in words) or None
+
+
+def _words(environ: Mapping[str, str], variable: str) -> list[str]:
+    text = environ.get(variable, "").strip()
+    return [word.strip().lower() for word in text.split(",")] if text else []
 
 
 def _closest(name: str, known: Mapping[str, Any]) -> str:
@@ -208,6 +269,7 @@ def _expected(kind: Any) -> str:
 
 
 def _checked(name: str, value: Any, kind: Any, source: str) -> Any:
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:

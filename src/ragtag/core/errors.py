@@ -47,6 +47,10 @@ class NonFiniteError(RagtagError, ArithmeticError):
     """Too many steps in a row gave a non-finite loss or gradient; names rank, step and samples."""
 
 
+class DeviceMemoryError(RagtagError, RuntimeError):
+    """What has to be computed in one forward fits into no rank's memory, however small it was cut."""
+
+
 class PeerError(RagtagError, RuntimeError):
     """Another rank ended: it failed, went silent, or left early. Carries which one."""
 

@@ -73,6 +73,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory | None = None
     jitter: float = 0.0
     """Relative standard deviation of a step's compute time."""
+    bucket_ready: tuple[float, ...] = ()
+    """For each of the model's buckets, the part of a backward after which it is complete; empty: not measured."""
     data_s: float = 0.0
     """Reading one sample where the training thread reads it itself; 0 where loader workers read ahead."""
     spreads: dict[str, float] = {}
@@ -100,11 +102,16 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     shape_hash: str
     """Hash of parameter names, shapes and dtypes, and of the optimizer's class."""
+    run_hash: str = ""
+    """Hash of the layers, of the shape of a sample and of the precision, on which times depend; empty: not known."""
     parameters: int
     parameter_bytes: int
     gradient_bytes: int
     """What is reduced over ranks in one step."""
     optimizer_bytes: int
+    bucket_bytes: tuple[int, ...] = ()
+    """The pieces in which gradients travel, in their order, as many bytes as they are on the wire; empty: not known,
+    equal ones of about 4 MiB."""
     separable: bool = True
     unit: int = 1
     """Samples that are always computed together."""
@@ -143,14 +150,14 @@ def load_profile(path: str | Path) -> Profile:
         content = Path(path).read_bytes()
     except OSError as error:
         raise SettingError(
-            f"The profile {path} cannot be read: {error.strerror}. Make one: ragtag profile train.py --output {path}"
+            f"The profile {path} cannot be read: {error.strerror}. Make one: ragtag profile --output {path} train.py"
         ) from error
     try:
         tree: Any = msgspec.json.decode(content)
         if isinstance(tree, dict) and tree.get("schema") != SCHEMA:
             raise SettingError(
                 f"The profile {path} has schema {tree.get('schema')!r}; this ragtag reads {SCHEMA}. Measure again: "
-                f"ragtag profile train.py --output {path}"
+                f"ragtag profile --output {path} train.py"
             )
         profile = msgspec.convert(tree, Profile)
     except msgspec.MsgspecError as error:
@@ -178,6 +185,12 @@ def _check(profile: Profile, source: str) -> None:
                 raise SettingError(f"{where}: {field}: a time of 0 or less. Expected seconds above 0.")
         if device.capacity_bytes is not None and device.capacity_bytes <= 0:
             raise SettingError(f"{where}: capacity_bytes: {device.capacity_bytes}. Expected bytes above 0, or null.")
+        ready, num_buckets = device.bucket_ready, len(profile.model.bucket_bytes)
+        if ready and (len(ready) != num_buckets or list(ready) != sorted(ready) or ready[0] < 0 or ready[-1] > 1):
+            raise SettingError(
+                f"{where}: bucket_ready: {list(ready)}. Expected one part of the backward, growing from 0 to 1, for "
+                f"each of the {num_buckets} buckets in model.bucket_bytes."
+            )
         if min(device.optimizer_s, device.fixed_s, device.jitter) < 0:
             raise SettingError(f"{where}: optimizer_s, fixed_s and jitter must not be negative.")
     for index, link in enumerate(profile.links):

@@ -112,7 +112,7 @@ def profile_from_speeds(
         raise SettingError(
             f"{source} gives speeds, but not what they are relative to, and there is no profile. Say what forward and "
             f"backward of one sample take at speed 1, [emulate] and below it sample_ms = 40; or measure: "
-            f"ragtag profile train.py --output p.json, then ragtag plan {source} --profile p.json."
+            f"ragtag profile --output p.json train.py, then ragtag plan {source} --profile p.json."
         )
     if global_batch_size < 1:
         raise SettingError(f"--batch {global_batch_size} is not valid. Expected at least 1 sample: --batch 256.")
@@ -165,6 +165,7 @@ def _measurements(device: DeviceProfile) -> tuple[object, ...]:
         device.capacity_bytes,
         device.memory,
         device.jitter,
+        device.bucket_ready,
     )
 
 

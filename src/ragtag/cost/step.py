@@ -11,10 +11,11 @@ from statistics import NormalDist
 from ragtag.core.cluster import Cluster
 from ragtag.core.profile import DeviceProfile, Profile
 from ragtag.cost.candidate import Candidate, DevicePrediction, Part, Prediction
-from ragtag.cost.comm import outer_loop_s, ring_all_reduce_s, vote_s, zero_s
+from ragtag.cost.comm import outer_loop_s, vote_s, zero_s
 from ragtag.cost.device import backward_s, constant_s, curve, even_s, memory_bytes, time_s
 from ragtag.cost.pipeline import pipeline_step
 from ragtag.cost.problem import Problem, Rank, assemble
+from ragtag.cost.reduction import Line, bucket_rings_s, lines
 
 _PULLED_OVERHEAD = 1.03
 """What pulling loses beside noise itself: four real ranks at 30 % noise ran at 0.93 of their speed without noise."""
@@ -77,28 +78,6 @@ def predict_on(problem: Problem, candidate: Candidate) -> Prediction:
         ),
         usd_per_million_samples=price / 3600 / rate * 1e6 if price else None,
     )
-
-
-def exposed_ring_s(
-    problem: Problem, hosts: Sequence[str], *, of_bytes: float | None = None
-) -> tuple[float, float, float]:
-    """Return (first, last, vote) for a reduction of the model's gradients over ranks on `hosts`.
-
-    Buckets become ready evenly over a rank's last backward and travel one after the other. So the sum is complete at
-    the later of two times: `first` seconds after a rank had its first bucket, `last` seconds after it had its last one.
-    """
-    num_bytes = problem.model.gradient_bytes if of_bytes is None else of_bytes
-    if len(hosts) < 2:
-        return 0.0, 0.0, 0.0
-    vote = vote_s(hosts, problem.link)
-    buckets = num_buckets(problem)
-    one_s = ring_all_reduce_s(num_bytes / buckets, hosts, problem.link)
-    return buckets * one_s, one_s, vote
-
-
-def num_buckets(problem: Problem) -> int:
-    """Return in how many pieces gradients are reduced."""
-    return max(1, ceil(problem.model.gradient_bytes / problem.bucket_bytes))
 
 
 def noise(jitters: Sequence[float]) -> float:
@@ -174,20 +153,25 @@ def _exposed_s(problem: Problem, candidate: Candidate, ranks: Sequence[Rank], en
             micro_batches=num_micro_batches(candidate),
         ) + vote_s(hosts, problem.link)
     latest_s = slowest_s
-    share_hidden = 1 - 1 / num_buckets(problem)
     for island in sorted({part.island for part in candidate.parts}):
         hosts = [rank.host for rank, part in zip(ranks, candidate.parts) if part.island == island]
-        first_s, last_s, vote = exposed_ring_s(problem, hosts)
-        gather_s = 0.0
+        if len(hosts) < 2:
+            continue
+        rings_s = bucket_rings_s(problem, hosts)
+        after_s = vote_s(hosts, problem.link)
         if candidate.layout == "zero-1":
             # Half of an all-reduce behind the backward, the other half once the optimizer has new parameters.
-            first_s, last_s, gather_s = first_s / 2, last_s / 2, first_s / 2
+            rings_s = tuple(ring_s / 2 for ring_s in rings_s)
+            after_s += sum(rings_s)
+        known: dict[tuple[float, ...], tuple[Line, ...]] = {}
         for rank, part, end_s in zip(ranks, candidate.parts, ends_s):
             if part.island == island:
-                hidden_s = share_hidden * backward_s(
-                    rank.device, last_micro_batch(part, candidate.unit), part.recompute
-                )
-                latest_s = max(latest_s, max(end_s + last_s, end_s - hidden_s + first_s) + vote + gather_s)
+                device = rank.device
+                if device.bucket_ready not in known:
+                    known[device.bucket_ready] = lines(problem, device, rings_s)
+                last_s = backward_s(device, last_micro_batch(part, candidate.unit), part.recompute)
+                reduced_s = max([line.after_s(last_s) for line in known[device.bucket_ready]])
+                latest_s = max(latest_s, end_s + reduced_s + after_s)
     return latest_s - slowest_s + _outer_s(problem, candidate, ranks, latest_s)
 
 

@@ -174,6 +174,12 @@ class Go(Frame, frozen=True, kw_only=True, tag="go"):
     reason: str
 
 
+class Started(Frame, frozen=True, kw_only=True, tag="started"):
+    """All members of the first generation hold the state, and that is written down: now they may vote."""
+
+    generation: int
+
+
 class End(Frame, frozen=True, kw_only=True, tag="end"):
     """The run is over, everywhere."""
 
@@ -193,7 +199,7 @@ class Pointed(Frame, frozen=True, kw_only=True, tag="pointed"):
 
 
 FromWorker = Hello | Join | Fail | Beat | Ready | Trouble | Leave | Described | Checkpointed
-FromHub = Welcome | Refused | Prep | Go | End | Pointed
+FromHub = Welcome | Refused | Prep | Go | Started | End | Pointed
 
 
 def encode(frame: Frame) -> bytes:

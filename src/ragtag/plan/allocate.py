@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ragtag.plan.load import Load
+from ragtag.cost.reduction import Line
+from ragtag.plan.load import NOTHING_TO_REDUCE, Load
 
 _BISECTIONS = 60
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A rank's place in a step: its load, and what reduction adds (`cost.step.exposed_ring_s`)."""
+    """A rank's place in a step: its load, and what reduction adds (`cost.reduction.lines`)."""
 
     load: Load
-    first_s: float = 0.0
-    last_s: float = 0.0
+    lines: tuple[Line, ...] = NOTHING_TO_REDUCE
 
 
 def allocate(total: int, seats: Sequence[Seat], *, hint_s: float = 0.0) -> tuple[tuple[int, ...], float] | None:
@@ -28,18 +28,15 @@ def allocate(total: int, seats: Sequence[Seat], *, hint_s: float = 0.0) -> tuple
     Optimal, because a load's `end_s` never falls with its units. Ties go to the earlier seat. `hint_s` is a guess of
     the seconds; it changes nothing but the time to find them.
     """
-    groups: dict[tuple[int, float, float], list[int]] = {}
+    groups: dict[tuple[int, tuple[Line, ...]], list[int]] = {}
     for index, seat in enumerate(seats):
-        groups.setdefault((id(seat.load), seat.first_s, seat.last_s), []).append(index)
+        groups.setdefault((id(seat.load), seat.lines), []).append(index)
     members = list(groups.values())
     kinds = [seats[member[0]] for member in members]
     guesses = [max(1, total // len(seats))] * len(kinds)
 
     def fill(until_s: float) -> tuple[list[int], int]:
-        counts = [
-            seat.load.most(until_s, seat.first_s, seat.last_s, guess=guess, total=total)
-            for seat, guess in zip(kinds, guesses)
-        ]
+        counts = [seat.load.most(until_s, seat.lines, guess=guess, total=total) for seat, guess in zip(kinds, guesses)]
         return counts, sum(count * len(member) for count, member in zip(counts, members))
 
     room = sum(
@@ -50,7 +47,7 @@ def allocate(total: int, seats: Sequence[Seat], *, hint_s: float = 0.0) -> tuple
         return None
     low_s, high_s = (
         0.0,
-        hint_s or max(seat.load.end_s(guesses[0], seat.first_s, seat.last_s) for seat in kinds if seat.load.limit != 0),
+        hint_s or max(seat.load.end_s(guesses[0], seat.lines) for seat in kinds if seat.load.limit != 0),
     )
     counts, given = [0] * len(kinds), 0
     found, number = fill(high_s)
@@ -78,7 +75,7 @@ def _deal_rest(
     queue: list[tuple[float, int]] = []
     latest_s = 0.0
     for seat, member, count in zip(kinds, members, counts):
-        latest_s = max(latest_s, seat.load.end_s(count, seat.first_s, seat.last_s))
+        latest_s = max(latest_s, seat.load.end_s(count, seat.lines))
         following = _next_s(seat, count) if left else None
         for index in member:
             units[index] = count
@@ -101,4 +98,4 @@ def _next_s(seat: Seat, units: int) -> float | None:
     limit = seat.load.limit
     if limit is not None and (units + 1) * seat.load.unit > limit:
         return None
-    return seat.load.end_s(units + 1, seat.first_s, seat.last_s)
+    return seat.load.end_s(units + 1, seat.lines)

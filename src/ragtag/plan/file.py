@@ -11,6 +11,7 @@ import msgspec
 from ragtag.core.errors import SettingError
 from ragtag.core.one_go import write_in_one_go
 from ragtag.core.values import DocumentError, from_json, to_json
+from ragtag.cost.device import largest_micro_batch
 from ragtag.cost.problem import Problem
 from ragtag.plan.search import Choice
 
@@ -21,6 +22,9 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     samples: int
     micro_batch: int
+    """Most samples of one forward in this plan."""
+    largest_micro_batch: int | None = None
+    """Most samples of one forward that its memory holds; None: any number, or not known."""
     takes_part: bool = True
     memory_bytes: int | None = None
 
@@ -43,13 +47,19 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
         """Samples of the devices that take part."""
         return tuple(device.samples for device in self.devices if device.takes_part)
 
-    def common_micro_batch(self) -> int | None:
-        """Return the largest micro-batch that every device may use; None: whole shares at once."""
-        working = [device for device in self.devices if device.takes_part and device.samples]
-        if self.unit > 1 or all(device.micro_batch >= device.samples for device in working):
-            return None
-        # A device whose whole share is one micro-batch is not limited by that size.
-        return min(device.micro_batch for device in working if device.micro_batch < device.samples)
+    @property
+    def micro_batches(self) -> tuple[int | None, ...]:
+        """Most samples of one forward of the devices that take part, whatever their shares become; None: any number.
+
+        A device whose whole share is one micro-batch is limited by its memory alone.
+        """
+        taking_part = [device for device in self.devices if device.takes_part]
+        if self.unit > 1:
+            return (None,) * len(taking_part)
+        return tuple(
+            device.micro_batch if device.micro_batch < device.samples else device.largest_micro_batch
+            for device in taking_part
+        )
 
 
 def plan_file(problem: Problem, choice: Choice) -> PlanFile:
@@ -67,6 +77,7 @@ def plan_file(problem: Problem, choice: Choice) -> PlanFile:
                 name=rank.name,
                 samples=parts[rank.name].samples if rank.name in parts else 0,
                 micro_batch=parts[rank.name].micro_batch if rank.name in parts else 1,
+                largest_micro_batch=largest_micro_batch(rank.device),
                 takes_part=rank.name in parts,
                 memory_bytes=memory.get(rank.name),
             )

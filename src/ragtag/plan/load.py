@@ -5,12 +5,16 @@ sum over all ranks would be complete if this device were the last one. Sharing o
 """
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
 from ragtag.core.profile import DeviceProfile
 from ragtag.cost.device import backward_s, curve, even_s, largest_micro_batch, memory_bytes, split_s
 from ragtag.cost.device import constant_s as own_constant_s
+from ragtag.cost.reduction import Line
+
+NOTHING_TO_REDUCE = (Line(0.0, 0.0),)
 
 _OWN_SIZES = 4
 """How many micro-batch sizes a device chooses from, beside the largest that fits and its whole share at once."""
@@ -34,8 +38,8 @@ class Load:
         options: ways to compute; none: it can compute nothing, and may still take part with no share.
         limit: most samples of a step; None: any number.
         unit: samples that are computed together; above 1 a micro-batch is one unit, whatever the options say.
-        hidden: part of a last backward that reduction can hide behind: 1 - 1 / number of buckets.
         constant_s: seconds that do not shrink with the share; None: as measured.
+        hides: whether any of the reduction goes on behind its last backward.
     """
 
     def __init__(
@@ -45,44 +49,63 @@ class Load:
         *,
         limit: int | None = None,
         unit: int = 1,
-        hidden: float = 0.0,
         constant_s: float | None = None,
+        hides: bool = True,
     ) -> None:
         self.device = device
         self.options = tuple(options)
         self.limit = limit if self.options else 0
         self.unit = unit
         self.constant_s = own_constant_s(device) if constant_s is None else constant_s
-        self._hidden = hidden
+        self._hides = hides
         self._curves = {recompute: curve(device, recompute=recompute) for recompute in (False, True)}
         self._known: dict[int, tuple[tuple[float, float], ...]] = {}
 
     def ends_s(self, units: int) -> tuple[tuple[float, float], ...]:
-        """Return (own work done, of it hidden backward) for every option, in seconds from the step's start."""
+        """Return (own work done, of it the last backward, which may hide reduction) for every option, in seconds from
+        the step's start."""
         known = self._known.get(units)
         if known is None:
             known = self._known[units] = self._work_out(units)
         return known
 
-    def end_s(self, units: int, first_s: float, last_s: float) -> float:
-        """Return when the sum is complete if this rank is the last: `first_s` after its first bucket is ready, or
-        `last_s` after its last one."""
-        if units == 0:
-            return self.constant_s + max(first_s, last_s)
-        return min([max(end + last_s, end - hidden + first_s) for end, hidden in self.ends_s(units)])
+    def end_s(self, units: int, lines: Sequence[Line]) -> float:
+        """Return when the sum is complete if this rank is the last; `lines` say how long after its own work.
 
-    def choose(self, units: int, first_s: float, last_s: float) -> Option:
+        A rank without a share has all its buckets, full of zeros, at once.
+        """
+        if units == 0:
+            return self.constant_s + max([left_s for _, left_s in lines])
+        best_s = inf
+        for end_s, backward in self.ends_s(units):
+            latest_s = 0.0
+            for hidden, left_s in lines:
+                after_s = end_s - hidden * backward + left_s
+                if after_s > latest_s:
+                    latest_s = after_s
+            if latest_s < best_s:
+                best_s = latest_s
+        return best_s
+
+    def choose(self, units: int, lines: Sequence[Line]) -> Option:
         """Return the option that ends first, the earlier named one of equals."""
-        ends = [max(end + last_s, end - hidden + first_s) for end, hidden in self.ends_s(units)]
+        ends = [max([end_s + line.after_s(backward) for line in lines]) for end_s, backward in self.ends_s(units)]
         return self.options[ends.index(min(ends))]
 
-    def most(self, until_s: float, first_s: float, last_s: float, *, guess: int, total: int) -> int:
+    def work_s(self, units: int, lines: Sequence[Line]) -> float:
+        """Return the seconds of forward and backward, of the option that `choose` returns."""
+        if units == 0:
+            return 0.0
+        end_s, _ = self.ends_s(units)[self.options.index(self.choose(units, lines))]
+        return end_s - self.constant_s - units * self.unit * self.device.data_s
+
+    def most(self, until_s: float, lines: Sequence[Line], *, guess: int, total: int) -> int:
         """Return the most units, at most `total`, with which it is done by `until_s`; searched for from `guess` on."""
         limit = total if self.limit is None else min(total, self.limit // self.unit)
         low, high, stride = 0, limit, 1
         probe = min(max(guess, 1), limit)
         while low < high:
-            if self.end_s(probe, first_s, last_s) <= until_s:
+            if self.end_s(probe, lines) <= until_s:
                 low = probe
                 probe = low + stride if low + stride < high else (low + high + 1) // 2
             else:
@@ -103,10 +126,8 @@ class Load:
             else:
                 size = self.unit if self.unit > 1 else option.micro_batch or samples
                 end_s = start_s + split_s(own, samples, size)
-            hidden_s = 0.0
-            if self._hidden:
-                hidden_s = self._hidden * backward_s(self.device, (samples - 1) % size + 1, option.recompute)
-            ends.append((end_s, hidden_s))
+            last_s = backward_s(self.device, (samples - 1) % size + 1, option.recompute) if self._hides else 0.0
+            ends.append((end_s, last_s))
         return tuple(ends)
 
 

@@ -20,10 +20,8 @@ from ragtag.plan.replicated import Solver, Way, even
 from ragtag.plan.sharded import zero
 
 REPLICATED = Way(name="replicated")
-_OWN_SIZES = Way(name="replicated, own micro-batch", own_size=True, not_yet="a micro-batch size for each device")
-_RECOMPUTE = Way(
-    name="replicated, recompute", own_size=True, recompute=True, not_yet="recompute and micro-batch for each device"
-)
+OWN_SIZES = Way(name="replicated, own micro-batch", own_size=True)
+_RECOMPUTE = Way(name="replicated, recompute", own_size=True, recompute=True, not_yet="recompute for each device")
 _SAME = 1e-3
 """Rates within this part of each other count as equal: the simpler candidate, named first, is taken."""
 _LARGE = 200
@@ -126,7 +124,7 @@ def _variants(problem: Problem, inside: tuple[int, ...]) -> list[Priced]:
     if all(device.memory is None or device.capacity_bytes is None for device in problem.alike):
         return []
     found = []
-    for way in (_OWN_SIZES, _RECOMPUTE):
+    for way in (OWN_SIZES, _RECOMPUTE):
         if way.recompute and all(memory_bytes(device, 1, recompute=True) is None for device in problem.alike):
             continue
         solver = Solver(problem, way)

@@ -13,9 +13,10 @@ from ragtag.core.quantities import format_bytes
 from ragtag.cost.candidate import Candidate, Part
 from ragtag.cost.device import largest_micro_batch, memory_bytes
 from ragtag.cost.problem import Problem
-from ragtag.cost.step import exposed_ring_s, num_buckets, predict_on, sharded_bytes
+from ragtag.cost.reduction import bucket_rings_s, lines
+from ragtag.cost.step import predict_on, sharded_bytes
 from ragtag.plan.allocate import Seat, allocate
-from ragtag.plan.load import Load, Option
+from ragtag.plan.load import NOTHING_TO_REDUCE, Load, Option
 from ragtag.plan.subset import Subset
 
 _MOST_MICRO_BATCHES = 64
@@ -40,32 +41,33 @@ def zero(problem: Problem, stage: int, subset: Subset) -> Slices:
     unit, batch = problem.model.unit, problem.global_batch_size
     num_units = -(-batch // unit)
     resident = [max(device.memory.fixed_bytes - sharded, 0) for device in devices if device.memory is not None]
-    first_s, last_s, _ = exposed_ring_s(problem, [problem.ranks[rank].host for rank in subset])
-    halves = (first_s / 2, last_s / 2) if stage == 1 else (0.0, 0.0)
+    # Half of an all-reduce is behind the backward, the other half after the optimizer.
+    rings_s = [ring_s / 2 for ring_s in bucket_rings_s(problem, [problem.ranks[rank].host for rank in subset])]
+    hides = stage == 1 and len(subset) > 1
     best: tuple[float, Candidate] | None = None
-    shortage = inf
+    shortage, hint_s = inf, 0.0
     pieces = 1 if unit == 1 else num_units
     while pieces <= max(_MOST_MICRO_BATCHES, num_units if unit > 1 else 0):
         caps = [largest_micro_batch(device, fixed_bytes=kept) for device, kept in zip(devices, resident)]
-        loads: dict[tuple[int, int | None], Load] = {}
+        kinds: dict[tuple[int, int | None], Seat] = {}
+        seats = []
         for device, cap in zip(devices, caps):
-            fits = cap is None or cap >= unit
-            loads.setdefault(
-                (id(device), cap),
-                Load(
+            key = (id(device), cap)
+            if key not in kinds:
+                fits = cap is None or cap >= unit
+                load = Load(
                     device,
                     (Option(micro_batch=None, pieces=pieces),) if fits else (),
                     limit=None if cap is None or unit > 1 else cap * pieces,
                     unit=unit,
-                    hidden=1 - 1 / num_buckets(problem) if stage == 1 else 0.0,
                     constant_s=device.fixed_s + device.optimizer_s / len(devices),
-                ),
-            )
-        seats = [
-            Seat(load=loads[id(device), cap], first_s=halves[0], last_s=halves[1]) for device, cap in zip(devices, caps)
-        ]
-        shared = allocate(num_units, seats)
+                    hides=hides,
+                )
+                kinds[key] = Seat(load=load, lines=lines(problem, device, rings_s) if hides else NOTHING_TO_REDUCE)
+            seats.append(kinds[key])
+        shared = allocate(num_units, seats, hint_s=hint_s)
         if shared is not None:
+            hint_s = shared[1]
             candidate, missing = _candidate(problem, layout, subset, shared[0], pieces, resident, sharded)
             shortage = min(shortage, missing)
             if candidate is not None:

@@ -1,159 +1,214 @@
 """Which devices take part: a slow link or a slow optimizer can cost everybody more than a device's share saves.
 
-The one idea: equal devices on one host are interchangeable, so subsets are counts by kind. Few kinds are tried out
-completely; many are improved step by step, whole hosts first, with a bounded number of trials.
+The one idea: only how many devices of each host take part is searched for, and `Room` tells in microseconds that some
+numbers cannot beat the best step found. Where there are few enough numbers all are looked at; otherwise good starts are
+improved until nothing near them helps.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
-from math import prod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, product
+from math import inf, prod
+from typing import Protocol
 
-from ragtag.cost.device import constant_s
-from ragtag.cost.problem import Problem, solo_samples_per_s
+from ragtag.cost.problem import Problem
+from ragtag.plan.room import Counts, Rows, rows_of
+from ragtag.plan.starts import speed_of, starts, thinner
 
-_ALL_SUBSETS = 300
-"""Up to so many subsets all of them are tried."""
-_SLOWEST_TRIAL = 80
-"""What a trial costs a kind of device beside a device, about: bounds the trials so that 4,096 devices take seconds."""
+_ALL_COUNTS = 5000
+"""Up to so many numbers of devices by host, all of them are looked at: 12 hosts of one device are 4096."""
+_CLIMBS = 3
+"""How many of the starts are improved."""
+_SMALLER = 1 - 1e-9
+"""A step must be shorter by more than rounding for devices to be left out."""
+_MOST_ROWS_EXCHANGED = 24
+_LARGE = 200
+"""With more devices, one start is improved, and devices that neither help nor cost are not looked for."""
+_COST = 250_000
+_COST_OF_A_RANK = 400
+"""How much the search may cost, as `Solves.cost` counts: bounded so that 4,096 devices take seconds."""
 
 Subset = tuple[int, ...]
 """Ranks that take part, ascending."""
-StepTime = Callable[[Subset], float | None]
-"""Seconds of a step on a subset; None: it cannot run there."""
 
 
-def best_subset(problem: Problem, step_s: StepTime, ranks: Sequence[int] | None = None) -> Subset | None:
+class Solves(Protocol):
+    """What the search asks."""
+
+    problem: Problem
+    cost: int
+    """What was worked out so far, in ranks."""
+
+    def step_s(self, subset: Subset) -> float | None:
+        """Seconds of a step on a subset; None: it cannot run there."""
+        ...
+
+    def fits(self, rank: int) -> bool:
+        """Whether a rank can hold the model at all."""
+        ...
+
+    def better(self, rows: Rows, counts: Counts, step_s: float) -> tuple[Subset, float] | None:
+        """The best subset of so many ranks of each row and its seconds, if they are less than `step_s`."""
+        ...
+
+
+def best_subset(solver: Solves, ranks: Sequence[int] | None = None, near: Subset | None = None) -> Subset | None:
     """Return the subset of `ranks` (None: all) with the shortest step, of equals one with more devices; None: none.
 
-    Optimal for few kinds of devices; otherwise no single kind or host that it leaves out or takes in would help, as far
-    as the trials reach.
+    The optimum, within half a percent, where all numbers are looked at. Otherwise no host more or less, no device more
+    or less and no exchange between two hosts would help, as far as the allowed cost reaches; `near` is then the start.
     """
-    everybody = tuple(range(len(problem.ranks)) if ranks is None else ranks)
-    groups: dict[tuple[int, str], list[int]] = {}
-    for rank in everybody:
-        groups.setdefault((id(problem.alike[rank]), problem.ranks[rank].host), []).append(rank)
-    members = list(groups.values())
-    known: dict[Subset, float | None] = {}
-
-    def time(subset: Subset) -> float | None:
-        if subset not in known:
-            known[subset] = step_s(subset) if subset else None
-        return known[subset]
-
-    if prod(len(member) + 1 for member in members) <= _ALL_SUBSETS:
-        for counts in product(*(range(len(member), -1, -1) for member in members)):
-            time(tuple(sorted(rank for member, count in zip(members, counts) for rank in member[:count])))
+    problem = solver.problem
+    everybody = tuple(rank for rank in (range(len(problem.ranks)) if ranks is None else ranks) if solver.fits(rank))
+    if not everybody or (step_s := solver.step_s(everybody)) is None:
+        return None
+    rows = rows_of(problem, everybody, by_noise=True)
+    if prod(len(row.ranks) + 1 for row in rows) <= _ALL_COUNTS:
+        search = _Search(solver, everybody, rows, step_s)
+        search.try_all(starts(problem, everybody, rows))
     else:
-        _improve(problem, everybody, members, time, known, _trials(problem, everybody) * len(everybody))
-    found = [(seconds, -len(subset), subset) for subset, seconds in known.items() if seconds is not None]
-    return min(found)[2] if found else None
+        search = _Search(solver, everybody, rows_of(problem, everybody, by_noise=False), step_s)
+        first = (near,) if near is not None else starts(problem, everybody, search.rows)
+        for subset, seconds in search.try_each(first)[: 1 if len(everybody) > _LARGE else _CLIMBS]:
+            search.climb(*search.thin(subset, seconds))
+        search.exchange_kinds()
+    if len(everybody) <= _LARGE:
+        search.fill_up()
+    return search.best
 
 
-def _trials(problem: Problem, everybody: Subset) -> int:
-    """Return how many trials with all ranks the search may cost."""
-    kinds = len({id(problem.alike[rank]) for rank in everybody})
-    if len(everybody) <= 200:
-        return max(20, min(4000 // kinds, 200))
-    return max(5, min(500 * len(everybody) // (4 * len(everybody) + _SLOWEST_TRIAL * kinds), 100))
+class _Search:
+    """The best subset so far, and what may still be tried."""
 
+    def __init__(self, solver: Solves, everybody: Subset, rows: Rows, step_s: float) -> None:
+        self._solver, self._problem, self._everybody, self.rows = solver, solver.problem, everybody, rows
+        self.best, self._best_s = everybody, step_s
+        self._most_cost = solver.cost + _COST + _COST_OF_A_RANK * len(everybody)
 
-def _improve(
-    problem: Problem,
-    everybody: Subset,
-    members: Sequence[list[int]],
-    time: StepTime,
-    known: dict[Subset, float | None],
-    budget: int,
-) -> None:
-    """Fill `known`, until nothing helps or the subsets tried have `budget` ranks together."""
-    spent = len(everybody)
-    time(everybody)
-    for start in (*_short_constants(problem, members), *_fast_hosts(problem, everybody, members, time)):
-        spent += len(start) if start not in known else 0
-        time(start)
-    while True:
-        finite = [(seconds, -len(subset), subset) for subset, seconds in known.items() if seconds is not None]
-        best_s, _, best = min(finite) if finite else (float("inf"), 0, everybody)
-        for neighbour in _neighbours(problem, best, members):
-            if not neighbour or neighbour in known:
-                continue
-            spent += len(neighbour)
-            if spent > budget:
-                return
-            seconds = time(neighbour)
-            if seconds is not None and seconds < best_s * (1 - 1e-9):
+    @property
+    def _goes_on(self) -> bool:
+        return self._solver.cost < self._most_cost
+
+    def _time(self, subset: Subset) -> float:
+        """Seconds of a step on `subset`, which becomes the best if it is."""
+        seconds = self._solver.step_s(subset) if subset else None
+        if seconds is not None and seconds < self._best_s * _SMALLER:
+            self.best, self._best_s = subset, seconds
+        return inf if seconds is None else seconds
+
+    def _better(self, counts: Counts, than_s: float) -> tuple[Subset, float] | None:
+        found = self._solver.better(self.rows, counts, than_s * _SMALLER) if any(counts) else None
+        if found is not None and found[1] < self._best_s * _SMALLER:
+            self.best, self._best_s = found
+        return found
+
+    def try_each(self, subsets: Iterator[Subset] | Sequence[Subset]) -> list[tuple[Subset, float]]:
+        """Return all ranks and those of `subsets` that can run with their seconds, the best first."""
+        found = {self._everybody: self._best_s}
+        for subset in subsets:
+            if not self._goes_on:
                 break
-        else:
-            return
+            if (seconds := self._time(subset)) < inf:
+                found[subset] = seconds
+        return sorted(found.items(), key=lambda item: (item[1], -len(item[0]), item[0]))
 
+    def try_all(self, first: Iterator[Subset]) -> None:
+        """Try `first`, then look at all counts, many devices first."""
+        self.try_each(first)
+        counts = product(*(range(len(row.ranks) + 1) for row in self.rows))
+        for each in sorted(counts, key=lambda each: (-sum(each), each)):
+            self._better(each, self._best_s)
 
-def _short_constants(problem: Problem, members: Sequence[list[int]]) -> Iterator[Subset]:
-    """Those whose constant time is at most some value, on all hosts and on each.
-
-    Two devices with a long optimizer hide each other: without only one of them nothing is gained.
-    """
-    if len(members) > 40:
-        return
-    hosts = {problem.ranks[member[0]].host for member in members}
-    for most_s in sorted({constant_s(problem.alike[member[0]]) for member in members}):
-        within = [member for member in members if constant_s(problem.alike[member[0]]) <= most_s]
-        yield tuple(sorted(rank for member in within for rank in member))
-        for host in sorted(hosts) if 1 < len(hosts) <= 4 else ():
-            yield tuple(sorted(rank for member in within for rank in member if problem.ranks[rank].host == host))
-
-
-def _fast_hosts(problem: Problem, everybody: Subset, members: Sequence[list[int]], time: StepTime) -> Iterator[Subset]:
-    """The fastest host, the fastest two, four, ...; then numbers of hosts around the best of these."""
-    speeds: dict[str, float] = {}
-    for member in members:
-        host = problem.ranks[member[0]].host
-        speeds[host] = speeds.get(host, 0.0) + _speed(problem, member) * len(member)
-    hosts = sorted(speeds, key=lambda host: (-speeds[host], host))
-
-    def first(number: int) -> Subset:
-        chosen = set(hosts[:number])
-        return tuple(rank for rank in everybody if problem.ranks[rank].host in chosen)
-
-    numbers = [1 << power for power in range(len(hosts).bit_length()) if 1 << power < len(hosts)] + [len(hosts)]
-    for number in numbers:
-        yield first(number)
-    times = {number: seconds for number in numbers if (seconds := time(first(number))) is not None}
-    if not times:
-        return
-    best = min(times, key=lambda number: (times[number], -number))
-    stride = best // 4
-    while stride:
-        for number in (best - stride, best + stride):
-            if 1 <= number <= len(hosts):
-                yield first(number)
-                seconds = time(first(number))
-                if seconds is not None and seconds < times[best]:
-                    best, times = number, times | {number: seconds}
+    def thin(self, subset: Subset, now_s: float) -> tuple[Subset, float]:
+        """Leave out slow devices and small hosts in large numbers, as long as that helps."""
+        improved = True
+        while improved and self._goes_on:
+            improved = False
+            for fewer in thinner(self._problem, subset):
+                seconds = self._time(fewer)
+                if seconds < now_s * _SMALLER:
+                    subset, now_s, improved = fewer, seconds, True
                     break
-        else:
-            stride //= 2
+        return subset, now_s
+
+    def climb(self, subset: Subset, now_s: float) -> None:
+        """Go on to better neighbours until there is none."""
+        inside = set(subset)
+        counts = [sum(rank in inside for rank in row.ranks) for row in self.rows]
+        found = self._better(tuple(counts), now_s)
+        now_s = now_s if found is None else found[1]
+        improved = True
+        while improved and self._goes_on:
+            improved = False
+            for near in self._neighbours(counts):
+                if not self._goes_on:
+                    return
+                found = self._better(near, now_s)
+                if found is not None:
+                    # The neighbours that follow are those of the new counts.
+                    counts[:], now_s, improved = near, found[1], True
+
+    def _neighbours(self, counts: Sequence[int]) -> Iterator[Counts]:
+        """One row without any, with all, with its fastest kinds, with one less or more; then one less here and one more
+        there. Follows `counts` as they change."""
+        for row, kinds in self._kinds:
+            for count in (0, len(self.rows[row].ranks), *kinds):
+                if count != counts[row]:
+                    yield _with(counts, {row: count})
+            for count in (counts[row] - 1, counts[row] + 1):
+                if 0 < count < len(self.rows[row].ranks):
+                    yield _with(counts, {row: count})
+        if len(counts) > _MOST_ROWS_EXCHANGED:
+            return
+        for (row, _), (other, _) in product(self._kinds, reversed(self._kinds)):
+            if row != other and counts[row] and counts[other] < len(self.rows[other].ranks):
+                yield _with(counts, {row: counts[row] - 1, other: counts[other] + 1})
+
+    @cached_property
+    def _kinds(self) -> list[tuple[int, list[int]]]:
+        """Rows, those with slow devices first, and how many devices the one, two, ... fastest kinds in it are."""
+        found = []
+        for index, row in enumerate(self.rows):
+            kinds = sorted(((speed_of(self._problem, kind[0]), len(kind)) for kind in row.kinds), reverse=True)
+            counts = [*accumulate(count for _, count in kinds)]
+            found.append((sum(speed * count for speed, count in kinds) / len(row.ranks), index, counts[:-1]))
+        return [(row, counts) for _, row, counts in sorted(found)]
+
+    def exchange_kinds(self) -> None:
+        """Where devices vary differently, also leave out, take in or exchange single ones: counts know only means."""
+        alike = self._problem.alike
+        improved = len({alike[rank].jitter for rank in self._everybody}) > 1
+        while improved:
+            improved = False
+            inside = set(self.best)
+            leave = _one_of_each_kind(self._problem, [rank for rank in self._everybody if rank in inside])
+            enter = _one_of_each_kind(self._problem, [rank for rank in self._everybody if rank not in inside])
+            for gone, new in product([None, *leave], [None, *enter]):
+                if not self._goes_on:
+                    return
+                before_s = self._best_s
+                self._time(tuple(sorted((inside - {gone}) | ({new} if new is not None else set()))))
+                if self._best_s < before_s:
+                    improved = True
+                    break
+
+    def fill_up(self) -> None:
+        """Take in devices that cost nothing."""
+        inside = set(self.best)
+        for new in _one_of_each_kind(self._problem, [rank for rank in self._everybody if rank not in inside]):
+            if not self._goes_on:
+                return
+            subset = tuple(sorted((*self.best, new)))
+            if self._time(subset) <= self._best_s / _SMALLER:
+                self.best = subset
 
 
-def _speed(problem: Problem, member: Sequence[int]) -> float:
-    return solo_samples_per_s(problem.alike[member[0]], problem.global_batch_size, problem.model.unit)
+def _with(counts: Sequence[int], changed: dict[int, int]) -> Counts:
+    return tuple(changed.get(row, count) for row, count in enumerate(counts))
 
 
-def _neighbours(problem: Problem, subset: Subset, members: Sequence[list[int]]) -> Iterator[Subset]:
-    """Without one host, without one kind, with one kind more, with one device more or less; slow kinds go first."""
-    inside = set(subset)
-
-    ordered = sorted(members, key=lambda member: (_speed(problem, member), member[0]))
-    hosts = list(dict.fromkeys(problem.ranks[member[0]].host for member in ordered))
-    if len(hosts) > 1:
-        for host in hosts:
-            yield tuple(rank for rank in subset if problem.ranks[rank].host != host)
-    for member in ordered:
-        yield tuple(rank for rank in subset if rank not in set(member))
-    for member in reversed(ordered):
-        yield tuple(sorted(inside | set(member)))
-    for member in ordered:
-        present = [rank for rank in member if rank in inside]
-        if len(member) > 1 and present:
-            yield tuple(rank for rank in subset if rank != present[-1])
-        if len(member) > 1 and len(present) < len(member):
-            yield tuple(sorted(inside | {next(rank for rank in member if rank not in inside)}))
+def _one_of_each_kind(problem: Problem, ranks: Sequence[int]) -> list[int]:
+    kinds: dict[tuple[int, str], int] = {}
+    for rank in ranks:
+        kinds.setdefault((id(problem.alike[rank]), problem.ranks[rank].host), rank)
+    return list(kinds.values())

@@ -10,7 +10,7 @@ from ragtag.core.quantities import format_bytes
 from ragtag.cost.candidate import Candidate
 from ragtag.cost.problem import Problem
 from ragtag.plan.replicated import Solver
-from ragtag.plan.search import REPLICATED, Choice, Priced, price
+from ragtag.plan.search import OWN_SIZES, REPLICATED, Choice, Priced, price
 
 _MOST_VERDICTS = 48
 _LARGE = 200
@@ -36,7 +36,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def verdicts(problem: Problem, choice: Choice) -> tuple[Verdict, ...]:
     """Return a verdict on each kind of device on each host, in cluster order; at most 48 of them.
 
-    Only plans that the runtime can run are compared, beside the chosen one.
+    Compared are plans of the chosen one's kind; where the runtime cannot run that kind, replicated ones.
     """
     groups: dict[tuple[int, str, bool], list[int]] = {}
     chosen = choice.best.candidate
@@ -45,7 +45,7 @@ def verdicts(problem: Problem, choice: Choice) -> tuple[Verdict, ...]:
     for rank, place in enumerate(problem.ranks):
         groups.setdefault((id(problem.alike[rank]), place.host, place.name in inside), []).append(rank)
     number = max(8, min(_MOST_VERDICTS, 20_000 // len(problem.ranks)))
-    solver = Solver(problem, REPLICATED)
+    solver = Solver(problem, OWN_SIZES if chosen.name == OWN_SIZES.name else REPLICATED)
     return tuple(
         _verdict(problem, choice, solver, members, within) for (_, _, within), members in list(groups.items())[:number]
     )
@@ -78,14 +78,14 @@ def _without(problem: Problem, choice: Choice, solver: Solver, rank: int) -> Pri
     if len(problem.ranks) > _LARGE:
         candidate = solver.candidate(tuple(other for other in _inside(problem, choice) if other != rank))
     else:
-        candidate = solver.best(others)
-    return price(problem, candidate, REPLICATED.name)
+        candidate = solver.best(others, near=tuple(other for other in _inside(problem, choice) if other != rank))
+    return price(problem, candidate, solver.way.name)
 
 
 def _with(problem: Problem, choice: Choice, solver: Solver, rank: int) -> Priced:
     """The chosen subset and this device, which takes part whether it helps or not."""
     subset = tuple(sorted({*_inside(problem, choice), rank}))
-    return price(problem, solver.candidate(subset), REPLICATED.name, "the model does not fit")
+    return price(problem, solver.candidate(subset), solver.way.name, "the model does not fit")
 
 
 def _inside(problem: Problem, choice: Choice) -> list[int]:

@@ -15,7 +15,7 @@ import msgspec
 
 from ragtag.core.profile import Block, DeviceProfile
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_AGE_S = 30 * 86400.0
 
 

@@ -5,6 +5,7 @@ The one idea: memory first. Only sizes that were seen to fit are timed, so nothi
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from statistics import median
 
 import msgspec
@@ -102,6 +103,7 @@ def measure_device(
         fixed_s=median(fixeds),
         capacity_bytes=probe.capacity_bytes,
         memory=memory,
+        bucket_ready=_bucket_ready(largest_timed),
         jitter=relative_deviation([each.total_s for each in several] for several in timed.values()),
         data_s=0.0 if reads_ahead else median(data_s),
         spreads={
@@ -181,6 +183,12 @@ def _time(
         clock=clock,
         most=effort.repetitions,
     )
+
+
+def _bucket_ready(several: Sequence[MicroBatch]) -> tuple[float, ...]:
+    """By bucket, the part of the backward after which it may leave: when it is complete, and those before it too."""
+    parts = [[seconds / (each.total_s - each.forward_s) for seconds in each.ready_s] for each in several]
+    return tuple(accumulate((min(max(median(of_one), 0.0), 1.0) for of_one in zip(*parts)), max))
 
 
 def _timings(timed: dict[int, list[MicroBatch]]) -> tuple[Timing, ...]:

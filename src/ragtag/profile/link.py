@@ -1,7 +1,7 @@
 """Latency and bandwidth of the path between two hosts, or between two devices of one host.
 
-The one idea: the time of a message of n bytes is latency + n / bandwidth, so messages grow until the second part
-outweighs the first, and the difference to an empty message gives the bandwidth.
+The one idea: bytes travel both ways at once, as in a ring, and what a large message takes longer than one of a quarter
+gives the bandwidth: what comes once, such as TCP's start or the burst that a shaped link lets pass, is in both.
 """
 
 import time
@@ -11,14 +11,14 @@ from statistics import median
 from ragtag.core.profile import LinkProfile
 from ragtag.profile.statistics import half_spread
 
-RoundTrip = Callable[[int, bool], float]
-"""Sends so many bytes and an empty answer, the bytes on the way there (or, with True, on the way back); seconds."""
+RoundTrip = Callable[[int], float]
+"""Sends so many bytes, has as many sent back at the same time, and returns the seconds until both ends have theirs."""
 
 _LEAST_BYTES = 16 << 10
 _MOST_BYTES = 32 << 20
 _PINGS = 15
-_REPETITIONS = 4
-"""Of the largest message, in each direction."""
+_REPETITIONS = 6
+"""Of the largest message, and of one of a quarter of it."""
 
 
 def pairs_to_measure(hosts: Sequence[str]) -> tuple[tuple[int, int], ...]:
@@ -43,7 +43,7 @@ def measure_link(
     budget_s: float = 4.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LinkProfile:
-    """Measure one path; both directions are taken in turn and counted together.
+    """Measure one path, used in both directions at once; a link that these share gives each a part.
 
     Args:
         round_trip: does one.
@@ -52,26 +52,28 @@ def measure_link(
         clock: wall clock, in seconds.
     """
     started_s = clock()
-    round_trip(0, False)
-    pings = [round_trip(0, False)]
+    round_trip(0)
+    pings = [round_trip(0)]
     while len(pings) < _PINGS and clock() - started_s < budget_s / 4:
-        pings.append(round_trip(0, False))
+        pings.append(round_trip(0))
     empty_s = median(pings)
-    size, taken_s = _LEAST_BYTES, round_trip(_LEAST_BYTES, False)
+    size, taken_s = _LEAST_BYTES, round_trip(_LEAST_BYTES)
     while size < _MOST_BYTES and taken_s - empty_s < max(0.05, 4 * empty_s):
         left_s = budget_s - (clock() - started_s)
-        if 2 * _REPETITIONS * 4 * taken_s > left_s:
+        if _REPETITIONS * (4 + 1) * taken_s > left_s:
             break
         size *= 4
-        taken_s = round_trip(size, False)
-    bandwidths = []
-    for repetition in range(2 * _REPETITIONS):
-        taken_s = round_trip(size, repetition % 2 == 1)
-        # A message cannot be quicker than an empty one; where it seems so the clock's grain decides.
-        bandwidths.append(size / max(taken_s - empty_s, 1e-6))
+        taken_s = round_trip(size)
+    larges, smalls = [], []
+    for repetition in range(_REPETITIONS):
+        smalls.append(round_trip(size // 4))
+        larges.append(round_trip(size))
         if repetition >= 1 and clock() - started_s > 2 * budget_s:
             break
-    bandwidth = median(bandwidths)
+    longer_s = median(larges) - median(smalls)
+    # A large message cannot be as quick as a small one; where it seems so the clock's grain decides.
+    bandwidth = (size - size // 4) / max(longer_s, 1e-6)
+    bandwidths = [(size - size // 4) / max(large - small, 1e-6) for large, small in zip(larges, smalls)]
     return LinkProfile(
         between=between,
         bandwidth_bytes_per_s=bandwidth,

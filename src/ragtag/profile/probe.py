@@ -17,6 +17,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     forward_s: float
     total_s: float
     """Forward and backward."""
+    ready_s: tuple[float, ...] = ()
+    """By bucket: from the backward's begin until all of its gradients were there; empty: nobody looked."""
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +78,10 @@ class SimulatedProbe:
         recompute_sample_bytes: int = 40,
         capacity_bytes: int | None = None,
         refusal: str = "",
+        bucket_ready: tuple[float, ...] = (0.75, 1.0),
     ) -> None:
         self.now_s = 0.0
+        self._bucket_ready = bucket_ready
         self.tried: list[int] = []
         self.refusal = refusal
         self.capacity_bytes = capacity_bytes
@@ -92,8 +96,10 @@ class SimulatedProbe:
 
     def micro_batch(self, samples: int, *, recompute: bool) -> MicroBatch:
         """A third of the time is forward; recomputation does it twice."""
-        total_s = self._micro_batch_s + samples * self._sample_s
-        micro_batch = MicroBatch(data_s=0.0, forward_s=total_s / 3, total_s=total_s * (4 / 3 if recompute else 1))
+        plain_s = self._micro_batch_s + samples * self._sample_s
+        total_s = plain_s * (4 / 3 if recompute else 1)
+        ready_s = tuple(part * (total_s - plain_s / 3) for part in self._bucket_ready)
+        micro_batch = MicroBatch(data_s=0.0, forward_s=plain_s / 3, total_s=total_s, ready_s=ready_s)
         self.now_s += micro_batch.total_s
         return micro_batch
 

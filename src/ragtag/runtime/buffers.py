@@ -32,8 +32,14 @@ class UnitBuffers:
             now = self.values()
             size = sum(buffer.numel() for buffer in now) + 1
             self._change = torch.zeros(size, dtype=statistics_dtype(now[0].device), device=now[0].device)
+            self.renew()
+
+    def renew(self) -> None:
+        """Make a new tensor for the sum over ranks, and keep the own changes; see `GradientSums.renew`."""
+        if self.names:
             self._sum = torch.zeros_like(self._change)
-            self._mirror = HostMirror(self._sum, travels=group.world_size > 1)
+            self._mirror = HostMirror(self._sum, travels=self._group.elastic or self._group.world_size > 1)
+            self._work = None
 
     def values(self) -> list[torch.Tensor]:
         """The buffers as they are now."""
@@ -68,6 +74,13 @@ class UnitBuffers:
             change.add_(buffer.to(change.dtype) - start.to(change.dtype), alpha=num_samples)
             offset += buffer.numel()
         self._change[-1] += num_samples
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Go back to the step's start: its units are computed again."""
+        if self.names:
+            self.begin_unit()
+            self._change.zero_()
 
     def launch(self) -> None:
         """Start summing the changes over ranks; the own ones stay, so it can be done again."""

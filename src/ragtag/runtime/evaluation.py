@@ -92,6 +92,8 @@ def evaluate(
     ahead = 0
     with mode(model, training=False), torch.no_grad(), autocast(precision, device):
         for position, unit in enumerate(mine):
+            if group.elastic and (failure := group.failure) is not None:
+                raise failure
             while ahead < min(len(mine), position + 4):
                 start, stop = ledger.span(mine[ahead])
                 loader.request((0, mine[ahead]), 0, tuple(range(start, stop)))

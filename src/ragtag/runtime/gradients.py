@@ -80,8 +80,8 @@ class GradientSums:
         self._overlap = overlap
         self.names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self.buckets = _make_buckets(self._parameters, bucket_bytes, travels=group.world_size > 1)
-        self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
+        self._bucket_bytes = bucket_bytes
+        self._make_buckets()
         self._wide = [_needs_fp32_sum(parameter) for parameter in self._parameters]
         self._own: list[torch.Tensor | None] = [None] * len(self._parameters)
         # How often each parameter's gradient arrives in one backward, learned from the first one. Re-entrant
@@ -109,12 +109,37 @@ class GradientSums:
         for hook in self._hooks:
             hook.remove()
 
+    def _make_buckets(self) -> None:
+        travels = self._group.elastic or self._group.world_size > 1
+        self.buckets = _make_buckets(self._parameters, self._bucket_bytes, travels=travels)
+        self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
+
+    def renew(self) -> None:
+        """Put new buckets in the place of the old ones, and keep the own sum: a generation that was left may still
+        write into what it was given."""
+        self._make_buckets()
+        self.ring_cost = RingCost()
+        self._reset_launch()
+
     def begin(self) -> None:
         """Forget the last step's gradients and start a new own sum."""
         for index, parameter in enumerate(self._parameters):
             parameter.grad = None
             self._own[index] = None
         self._reset_launch()
+
+    def drop(self) -> bool:
+        """Throw the own sums away, of which a backward that failed has spoilt some; return whether any was launched.
+
+        What was launched stays under way. The rest waits for `launch_rest`, after which all must be launched again.
+        """
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            self._own[index] = None
+        self._summing = self._launching = False
+        if self._expected is None:
+            self._arrived = [0] * len(self._parameters)  # what came of half a backward teaches nothing
+        return self._next > 0
 
     def _reset_launch(self) -> None:
         self._summing = self._launching = False
@@ -129,7 +154,7 @@ class GradientSums:
             self._expected = list(self._arrived)
         self._arrived = [0] * len(self._parameters)
         self._summing = True
-        self._launching = last and self._overlap and self._expected is not None
+        self._launching = last and self._overlap and self._expected is not None and self._next == 0
         if self._launching:
             expected = self._expected
             assert expected is not None
@@ -172,7 +197,6 @@ class GradientSums:
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
-        self._next += 1
         sources, targets = [], []
         for slot in bucket.slots:
             own = self.own_sum(slot.index)
@@ -188,6 +212,7 @@ class GradientSums:
         wire = self._wire_of(bucket)
         weights = self._chunk_weights()
         bucket.work = self._group.all_reduce(bucket.mirror.host, weights=weights, wire=wire, ready=bucket.mirror.ready)
+        self._next += 1  # not before: whatever failed until here has launched nothing
 
     def _wire_of(self, bucket: Bucket) -> Wire | None:
         return self._wire if bucket.flat.dtype == torch.float32 else None  # fp64 is not asked for to be rounded

@@ -106,6 +106,8 @@ class Worker:
             target=_work, args=arguments, name=f"ragtag-loader-{number}", daemon=True
         )
         self._process.start()
+        # At the parent's exit multiprocessing would send SIGTERM, which the process leaves to its parent.
+        self._process._popen.terminate = self._process._popen.kill
         task_reader.close()
         answer_writer.close()
         self._thread = threading.Thread(target=self._receive, name=f"ragtag-loader-{number}", daemon=True)
@@ -185,8 +187,9 @@ def _work(
     init_fn: Callable[[int], Any] | None,
 ) -> None:
     """The worker's end: the whole life of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # They reach the whole terminal, or process group: the parent decides, and may need samples until it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.freeze()  # what fork inherited is not ours to collect: no page copies, no finalizers of the parent's objects
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

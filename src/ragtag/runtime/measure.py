@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from ragtag.comm.transport import Transport
 from ragtag.core.errors import SettingError
 from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts, Profile
+from ragtag.cost.comm import vote_s as latency_of_vote_s
 from ragtag.emulate.environment import Emulator
 from ragtag.profile.cache import Cache, Entry, age_in_words, cache_directory, key_of
 from ragtag.profile.device import Effort, measure_device
@@ -37,6 +38,8 @@ from ragtag.runtime.run import Run
 
 VARIABLE = "RAGTAG_PROFILE"
 FRESH_VARIABLE = "RAGTAG_PROFILE_FRESH"
+FACTS_VARIABLE = "RAGTAG_PROFILE_FACTS"
+"""Set: nothing is measured, the profile says only what model the script trains, and has no devices."""
 _LINKS_S = 12.0
 """For all links together; each gets its part, within limits."""
 _VOTES = 20
@@ -65,6 +68,8 @@ def measure(
     """
     group, started_s, now_s = run.group, time.perf_counter(), wall_clock()
     say = partial(_say, started_s) if group.rank == 0 else _say_nothing
+    if environ.get(FACTS_VARIABLE, ""):
+        return _only_facts(run, path, now_s)
     names, hosts = _names(run, emulator)
     cache = Cache(cache_directory(environ), now_s)
     versions = _versions()
@@ -91,11 +96,14 @@ def measure(
             reused = f"Reused what was measured {age} ago; --fresh measures anew."
     say("waiting for the other devices")
     vote_s = _vote_s(run)
+    links = _measure_links(run, hosts, say)
+    # Links' part in a vote is predicted from links, for those hosts that take part.
+    travel_s = latency_of_vote_s(hosts, _between(links))
     own = msgspec.structs.replace(
         entry.device,
         name=names[group.rank],
         host=hosts[group.rank],
-        fixed_s=entry.device.fixed_s + median(vote_s),
+        fixed_s=entry.device.fixed_s + max(0.0, median(vote_s) - travel_s),
         spreads={**entry.device.spreads, "fixed_s": entry.device.spreads.get("fixed_s", 0.0) + half_spread(vote_s)},
         notes=(*entry.device.notes, *((reused,) if reused else ())),
     )
@@ -110,7 +118,7 @@ def measure(
         model=msgspec.structs.replace(model, optimizer_bytes=entry.optimizer_bytes),
         global_batch_size=run.sampler.global_batch_size,
         devices=devices,
-        links=_measure_links(run, hosts, say),
+        links=links,
         blocks=tuple(msgspec.convert(block, Block) for block in blocks),
         versions=versions,
         measured_at=now_s,
@@ -122,6 +130,18 @@ def measure(
             f"{time.perf_counter() - started_s:.0f} s: {path}",
             flush=True,
         )
+    return profile
+
+
+def _only_facts(run: Run, path: Path, now_s: float) -> Profile:
+    profile = Profile(
+        model=_model_facts(run),
+        global_batch_size=run.sampler.global_batch_size,
+        devices=(),
+        versions=_versions(),
+        measured_at=now_s,
+    )
+    _write(run, profile, path)
     return profile
 
 
@@ -209,6 +229,11 @@ def _measure_links(run: Run, hosts: tuple[str, ...], say: Callable[[str], None])
     return tuple(msgspec.convert(link, LinkProfile) for several in gathered for link in several)
 
 
+def _between(links: Sequence[LinkProfile]) -> Callable[[str, str], LinkProfile | None]:
+    known = {frozenset(link.between): link for link in links}
+    return lambda host, other: known.get(frozenset((host, other)))
+
+
 def _write(run: Run, profile: Profile, path: Path) -> None:
     refusal = None
     if run.group.rank == 0:
@@ -258,14 +283,20 @@ def _cpu_model(file: Path = Path("/proc/cpuinfo")) -> str:
 
 def _model_facts(run: Run) -> ModelFacts:
     parameters = list(run.model.parameters())
+    half = run.config.wire == "bf16"
     described = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in named_parameters(run.model)]
     return ModelFacts(
         name=type(getattr(run.model, "_orig_mod", run.model)).__name__,
         shape_hash=_short(repr([described, type(run.optimizer).__name__])),
+        run_hash=_short(repr([repr(run.model), _sample_shapes(run), run.precision])),
         parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         gradient_bytes=sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in run.gradients().buckets),
         optimizer_bytes=0,  # known once it has stepped
+        bucket_bytes=tuple(
+            bucket.flat.numel() * (2 if half and bucket.flat.dtype == torch.float32 else bucket.flat.element_size())
+            for bucket in run.gradients().buckets
+        ),
         separable=run.nature.separable and not run.by_unit,
         unit=run.plan.unit,
     )
@@ -273,12 +304,6 @@ def _model_facts(run: Run) -> ModelFacts:
 
 def _facts(run: Run, emulator: Emulator | None, model: ModelFacts, versions: Mapping[str, str]) -> dict[str, Any]:
     """Everything that changes what is measured."""
-    run.loader.request((1, -1), run.sampler.batch(1).epoch, run.sampler.indices(1, 0, 1))
-    sample = run.loader.take([(1, -1)])
-    shapes = [
-        [list(leaf.shape), str(leaf.dtype)] if hasattr(leaf, "shape") else type(leaf).__name__
-        for leaf in leaves(sample)
-    ]
     code = getattr(run.loss_fn, "__code__", None)
     return {
         "uuid": device_uuid(run.device, emulator),
@@ -287,14 +312,23 @@ def _facts(run: Run, emulator: Emulator | None, model: ModelFacts, versions: Map
         "model": model.shape_hash,
         "layers": _short(repr(run.model)),
         "loss": _short(repr((code.co_code, code.co_names))) if code else type(run.loss_fn).__name__,
-        "sample": shapes,
+        "sample": _sample_shapes(run),
         "global_batch_size": run.sampler.global_batch_size,
         "unit": [run.plan.unit, run.by_unit],
         "precision": run.device_precision,
         "reads_ahead": run.loader.reads_ahead,
+        "buckets": list(model.bucket_bytes),
         "blocks": run.group.rank == 0,
         "versions": dict(versions),
     }
+
+
+def _sample_shapes(run: Run) -> list[Any]:
+    run.loader.request((1, -1), run.sampler.batch(1).epoch, run.sampler.indices(1, 0, 1))
+    return [
+        [list(leaf.shape), str(leaf.dtype)] if hasattr(leaf, "shape") else type(leaf).__name__
+        for leaf in leaves(run.loader.take([(1, -1)]))
+    ]
 
 
 def _versions() -> dict[str, str]:

@@ -14,10 +14,8 @@ NON_FINITE_LIMIT = 10
 """Steps in a row that may be skipped for non-finite values before the run ends, fp16 back-off aside."""
 
 
-def reason_to_skip(
-    run: Run, step: int, ledger: Ledger, losses: LossSums, outcome: Outcome, gradients: GradientSums | None
-) -> str:
-    """Why no rank applies this step, or an empty string. `gradients` are this rank's own; None: it has none.
+def reason_to_skip(run: Run, step: int, outcome: Outcome, found: tuple[str, int]) -> str:
+    """Why no rank applies this step, or an empty string. `found` is what `find_non_finite` returned, if it was asked.
 
     Raises:
         NonFiniteError: ten steps in a row were skipped for non-finite values.
@@ -30,7 +28,7 @@ def reason_to_skip(
         return ""
     if explained:
         return f"fp16 overflow: loss scale lowered to {run.loss_scale.value:g}"
-    reason, origin = _find_non_finite(run, step, ledger, losses, gradients)
+    reason, origin = found
     run.non_finite_steps += 1
     if run.non_finite_steps == 1:
         run.warn(f"step {step} skipped: {reason}")
@@ -41,10 +39,13 @@ def reason_to_skip(
     return reason
 
 
-def _find_non_finite(
+def find_non_finite(
     run: Run, step: int, ledger: Ledger, losses: LossSums, gradients: GradientSums | None
 ) -> tuple[str, int]:
-    """Ask all ranks whose loss or gradient it was (slow path): a text that names rank and samples, and the rank."""
+    """Ask all ranks whose loss or gradient it was (slow path): a text that names rank and samples, and the rank.
+
+    `gradients` are this rank's own; None: it has none.
+    """
     samples: list[int] = []
     for units in losses.non_finite_units():
         start, stop = ledger.span(units[0])[0], ledger.span(units[-1])[1]

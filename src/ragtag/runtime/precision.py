@@ -56,13 +56,18 @@ class LossScale:
         self._good_steps = 0
         self.value = initial if self._dynamic else 1.0
 
+    @property
+    def backs_off(self) -> bool:
+        """Whether a non-finite step would be explained by the scale being too high."""
+        return self._dynamic and self.value > 1.0
+
     def update(self, *, finite: bool) -> bool:
         """Move the scale after a step; returns whether a non-finite step is explained by the scale being too high."""
         if not self._dynamic:
             return False
         if not finite:
             self._good_steps = 0
-            backing_off = self.value > 1.0
+            backing_off = self.backs_off
             self.value = max(1.0, self.value / 2)
             return backing_off
         self._good_steps += 1

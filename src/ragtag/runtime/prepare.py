@@ -12,12 +12,13 @@ import msgspec
 import torch
 from torch.utils.data import default_collate
 
+from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.group import Group
 from ragtag.control.controller import Controller
 from ragtag.control.proposal import Limits
-from ragtag.control.sharing import choose_unit, initial_plan
+from ragtag.control.sharing import Start, choose_unit, initial_plan
 from ragtag.core.config import Config
-from ragtag.core.errors import DataError
+from ragtag.core.errors import DataError, DisagreementError
 from ragtag.core.sampler import Sampler
 from ragtag.emulate.environment import Emulator
 from ragtag.emulate.memory import MemoryLimit, NoMemoryLimit
@@ -46,6 +47,7 @@ def prepare(
     dataset: Any,
     global_batch_size: int,
     shares: Sequence[int] | None,
+    start: Start,
     seed: int,
     shuffle: bool,
     precision: str,
@@ -87,50 +89,58 @@ def prepare(
         patience_s=config.patience_s,
         check=lambda: _raise_failure(group),
     )
-    compare(
-        group.gather(
-            "fingerprint",
-            fingerprint(
-                model,
-                optimizer,
-                lambda index: _sample(dataset, 0, index, seed, config),
-                size,
-                {
-                    "global_batch_size": global_batch_size,
-                    "shares": None if shares is None else list(shares),
-                    "seed": seed,
-                    "shuffle": shuffle,
-                    "precision": precision,
-                    "clip_norm": clip_norm,
-                    "scheduler": type(scheduler).__name__,
-                    "state": sorted(state),
-                    **{f"config.{name}": value for name, value in msgspec.to_builtins(config).items()},
-                },
-            ),
-        ),
-        group.hosts,
+    own_fingerprint = fingerprint(
+        model,
+        optimizer,
+        lambda index: _sample(dataset, 0, index, seed, config),
+        size,
+        {
+            "global_batch_size": global_batch_size,
+            "shares": None if shares is None else list(shares),
+            "start": msgspec.to_builtins(start),
+            "seed": seed,
+            "shuffle": shuffle,
+            "precision": precision,
+            "clip_norm": clip_norm,
+            "scheduler": type(scheduler).__name__,
+            "state": sorted(state),
+            **{f"config.{name}": value for name, value in msgspec.to_builtins(config).items()},
+        },
     )
-    _take_rank_0_values(model, optimizer, scheduler, state, group)
+    newcomer = isinstance(group, ElasticGroup) and group.is_newcomer
+    fingerprints = group.gather("fingerprint", own_fingerprint)
+    if newcomer:
+        _compare_newcomer(fingerprints, group)
+    else:
+        compare(fingerprints, group.hosts)
+    if not newcomer:
+        _take_rank_0_values(model, optimizer, scheduler, state, group)
     own_precision, precision_reason = supported_precision(precision, device)
     if precision_reason:
         log.warning("rank %d: %s", group.rank, precision_reason)
     collate = settings.collate_fn or default_collate
-    nature = _find_nature(model, loss_fn, dataset, collate, sampler, device, own_precision, state, config, group)
+    if newcomer:
+        nature = msgspec.convert(group.gather("nature", None)[0], Nature)
+    else:
+        nature = _find_nature(model, loss_fn, dataset, collate, sampler, device, own_precision, state, config, group)
     unit, unit_reason = _unit(nature, config, sampler)
     by_unit = config.unit is not None or not nature.separable
+    start = Start() if newcomer else start
     plan = initial_plan(
         world_size=group.world_size,
         global_batch_size=global_batch_size,
         unit=unit,
-        shares=shares,
+        shares=None if newcomer else shares,
         micro_batch=config.micro_batch,
         separable_reason=unit_reason,
+        start=start,
     )
     if group.rank == 0:
         log.info("%d rank(s), plan %s: %s", group.world_size, plan.id, plan.reason)
+    kinds = tuple(group.gather("device kind", device_kind(device))) if not newcomer else ()
     controller = None
     if shares is None and group.world_size > 1:
-        controller = Controller(plan, Limits(micro_batch=config.micro_batch))
+        controller = Controller(plan, Limits(micro_batch=config.micro_batch, memory=start.micro_batch))
     pace: Pace = emulator.pace if emulator else NoPace()
     memory: MemoryLimit = emulator.memory if emulator else NoMemoryLimit()
     pace.attach(model)
@@ -147,8 +157,12 @@ def prepare(
         sampler=sampler,
         group=group,
         device=device,
-        device_kinds=tuple(group.gather("device kind", device_kind(device))),
+        device_kinds=kinds,
         plan=plan,
+        memory_found=start.micro_batch or (),
+        follows=shares is None,
+        fingerprint=own_fingerprint,
+        generation=group.generation if isinstance(group, ElasticGroup) else 0,
         nature=nature,
         by_unit=by_unit,
         seed=seed,
@@ -165,6 +179,16 @@ def prepare(
         pace=pace,
         memory=memory,
     )
+
+
+def _compare_newcomer(fingerprints: Sequence[Mapping[str, Any]], group: Group) -> None:
+    """The others go on whatever this rank was started with, so a difference is this rank's own error."""
+    first, own = fingerprints[0], fingerprints[group.rank]
+    try:
+        compare((first, *([first] * (group.rank - 1)), own), group.hosts)
+    except DisagreementError as error:
+        error.origin_rank = None
+        raise
 
 
 def _raise_failure(group: Group) -> None:
@@ -184,7 +208,13 @@ def _take_rank_0_values(
 ) -> None:
     if group.world_size == 1:
         return
-    group.broadcast([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]], source=0)
+    own = [tensor.detach() for tensor in [*model.parameters(), *model.buffers()]]
+    # Not into the model where ranks come and go: what breaks off half-way is begun again.
+    taken = [tensor.clone() for tensor in own] if group.elastic else own
+    group.broadcast(taken, source=0)
+    if group.elastic:
+        for tensor, value in zip(own, taken):
+            tensor.copy_(value)
     tree = {
         "optimizer": optimizer.state_dict() if optimizer.state else None,
         "scheduler": None if scheduler is None else run_state.plain_scheduler(scheduler.state_dict()),

@@ -24,6 +24,7 @@ from ragtag.runtime.blocks import find_blocks, recomputing
 from ragtag.runtime.device import copies_asynchronously
 from ragtag.runtime.loss import Loss, as_loss
 from ragtag.runtime.loss_sums import LossSums
+from ragtag.runtime.marks import Arrivals, mark, seconds_from
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.run import Run
 
@@ -48,6 +49,7 @@ class RunProbe:
         self._epoch = run.sampler.batch(1).epoch
         self._step = 0
         self._reads = 0
+        self._arrivals: Arrivals | None = None
         self._blocks, self.refusal = find_blocks(run.model)
         self.capacity_bytes, self._limit = _limits(run, ranks_on_host)
         if pretended and self._limit is not run.memory:
@@ -62,9 +64,16 @@ class RunProbe:
         # Numbers before the first step: drift has not begun and stalls are not due, but luck is drawn anew each time.
         self._step -= 1
         run.pace.step(self._step)
-        run.gradients().begin()
-        forward_s, total_s = self._compute(data, samples, recompute, paced=True, memory=run.memory)
-        return MicroBatch(data_s=data_s, forward_s=forward_s, total_s=total_s)
+        sums = run.gradients()
+        sums.begin()
+        if self._arrivals is None:
+            self._arrivals = Arrivals([[slot.parameter for slot in bucket.slots] for bucket in sums.buckets])
+        arrivals = self._arrivals
+        with arrivals.watched():
+            marks = self._compute(data, samples, recompute, paced=True, memory=run.memory, arrivals=arrivals)
+        forward_s, total_s, *ready_s = marks
+        ready = tuple(max(0.0, seconds - forward_s) for seconds in ready_s)
+        return MicroBatch(data_s=data_s, forward_s=forward_s, total_s=total_s, ready_s=ready)
 
     def update(self) -> Update:
         """End a step after a small micro-batch; parameters are put back, optimizer state stays until `restored`."""
@@ -77,7 +86,7 @@ class RunProbe:
         before = [parameter.detach().clone() for parameter in run.model.parameters()]
         self._step -= 1
         run.pace.step(self._step)
-        marks = _Marks(device)
+        start = mark(device)
         for bucket in sums.buckets:
             for slot in bucket.slots:
                 own = sums.own_sum(slot.index)
@@ -86,16 +95,15 @@ class RunProbe:
         sums.install(1 / (run.loss_factor * least), sums.has_gradient())
         with run.pace.fixed():
             pass
-        marks.add()
+        prepared = mark(device)
         with run.pace.optimizer():
             run.optimizer.step()
-        marks.add()
-        fixed_s, optimizer_s = marks.between()
+        fixed_s, whole_s = seconds_from(start, [prepared, mark(device)])
         with torch.no_grad():
             for parameter, value in zip(run.model.parameters(), before):
                 parameter.copy_(value)
         sums.begin()
-        return Update(fixed_s=fixed_s, optimizer_s=optimizer_s)
+        return Update(fixed_s=fixed_s, optimizer_s=whole_s - fixed_s)
 
     def fits(self, samples: int, *, recompute: bool) -> bool:
         """Whether such a micro-batch raises no out-of-memory error, unpaced."""
@@ -197,16 +205,17 @@ class RunProbe:
         paced: bool,
         memory: MemoryLimit,
         losses: LossSums | None = None,
-    ) -> tuple[float, float]:
-        """Return the seconds of forward, and of forward and backward."""
+        arrivals: Arrivals | None = None,
+    ) -> list[float]:
+        """Return the seconds from the start to the end of forward, of backward, and until each bucket is complete."""
         run = self._run
         run.buffers.begin()
-        marks = _Marks(run.device)
+        start, marks = mark(run.device), []
         region = run.pace.forward_backward(samples) if paced else nullcontext()
         with recomputing(self._blocks, active=recompute), region, memory.forward_backward():
             batch = to_device(data, run.device, non_blocking=copies_asynchronously(run.device))
             loss = self._loss(batch, samples)
-            marks.add()
+            marks.append(mark(run.device))
             run.buffers.end_forward(samples)
             if losses is not None:
                 losses.add(loss, (0,))
@@ -214,10 +223,9 @@ class RunProbe:
             if loss.total.requires_grad:
                 (loss.total * run.loss_factor).backward()
             del loss
-        marks.add()
-        forward_s, backward_s = marks.between()
+        marks.append(mark(run.device))
         run.buffers.roll_back()
-        return forward_s, forward_s + backward_s
+        return seconds_from(start, [*marks, *(arrivals.marks() if arrivals is not None else ())])
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         run = self._run
@@ -237,33 +245,6 @@ class RunProbe:
         module = _allocator(self._run.device)
         if module is not None:
             module.empty_cache()
-
-
-class _Marks:
-    """Moments of a device's work, from construction on; on an accelerator events, read once it has finished."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-        self.add()
-
-    def add(self) -> None:
-        """Mark now."""
-        if self._device.type in ("cpu", "mps"):
-            if self._device.type == "mps":
-                torch.mps.synchronize()
-            self._marks.append(time.perf_counter())
-        else:
-            event = torch.Event(self._device, enable_timing=True)
-            event.record()
-            self._marks.append(event)
-
-    def between(self) -> list[float]:
-        """Seconds from each mark to the next."""
-        if self._device.type in ("cpu", "mps"):
-            return [end - start for start, end in zip(self._marks, self._marks[1:])]
-        self._marks[-1].synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in zip(self._marks, self._marks[1:])]
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -74,7 +74,10 @@ def check_replicas(tensors: NamedTensors, group: Group, kinds: Sequence[str], st
 @torch.no_grad()
 def _send_again(tensors: NamedTensors, group: Group, step: int) -> None:
     before = [tensor.detach().clone() for _, tensor in tensors]
-    group.broadcast([tensor.detach() for _, tensor in tensors], source=0)
+    sent = [tensor.detach().clone() for _, tensor in tensors]
+    group.broadcast(sent, source=0)  # not into the parameters: it may break off half-way
+    for (_, tensor), value in zip(tensors, sent):
+        tensor.detach().copy_(value)
     drift = max(
         (
             float((now.detach().double() - old.double()).abs().max())

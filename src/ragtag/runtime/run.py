@@ -11,21 +11,26 @@ from typing import Any
 import msgspec
 import torch
 
+from ragtag.checkpoint.directory import History
+from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.group import Group
 from ragtag.control.absence import units_without
 from ragtag.control.ballot import Ballot
 from ragtag.control.controller import Controller
+from ragtag.control.memory import Memory, decide, learn, why
 from ragtag.control.observation import Observation, observe_ballots
 from ragtag.control.pool_trial import PoolTrial
 from ragtag.control.pulling import Pool, choose_pool
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.config import Config
+from ragtag.core.decision import Decision
 from ragtag.core.errors import ModelError
 from ragtag.core.ledger import Ledger
 from ragtag.core.sampler import Sampler
-from ragtag.core.values import Plan
+from ragtag.core.values import Plan, StepReport
 from ragtag.emulate.memory import MemoryLimit
 from ragtag.emulate.pace import Pace
+from ragtag.runtime.boundary import Boundary
 from ragtag.runtime.buffers import UnitBuffers
 from ragtag.runtime.device import Stopwatch
 from ragtag.runtime.gradients import GradientSums
@@ -40,6 +45,7 @@ log = logging.getLogger("ragtag")
 
 _LEAST_COMPARED = 8
 """Steps that must have been compared with their neighbours before noise is believed."""
+_REMEMBERED_DECISIONS = 200
 
 
 @dataclass(kw_only=True)
@@ -74,6 +80,10 @@ class Run:
     """Moves shares as speeds change; None: they are pinned, or there is one rank."""
     pace: Pace
     memory: MemoryLimit
+    boundary: Boundary = field(default_factory=Boundary)
+    """What is done between two steps."""
+    history: History | None = None
+    """Under which names its checkpoints are kept; None: none are."""
     committed: int = 0
     non_finite_steps: int = 0
     generation: int = 0
@@ -82,6 +92,33 @@ class Run:
     """Steps that all ranks have agreed on; unlike their numbers, it never goes back."""
     absent: frozenset[int] = frozenset()
     """Ranks that were stood in for in the last step agreed on, and have no work in the next."""
+    memory_found: Memory = ()
+    """What ranks' memory was found to hold; empty: it has always been enough."""
+    decided: list[Decision] = field(default_factory=list)
+    """Changes of a plan that no controller follows, and those of earlier generations."""
+    follows: bool = True
+    """Whether shares follow speed; False: they are pinned."""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """What newcomers compare themselves with."""
+    in_hand: Any = None
+    """The newest `Settling`."""
+    num_applied: int = 0
+    """Steps that this rank has applied, or would have from the run's start on; unlike their numbers, it never goes
+    back. What the hub compares."""
+    applied_digest: str = ""
+    """Of the last of them."""
+    calls: int = 0
+    """Calls that all ranks make together, steps aside, that are finished."""
+    answer: str = ""
+    """What the last of them gave."""
+    missed_answer: str | None = None
+    """What the call that this rank is inside gave the others, who have finished it; None: nobody has."""
+    regroup_due: bool = False
+    """Newcomers wait, and all ranks know it: regroup before the next step."""
+    resuming: bool = False
+    """The next step is the first of a generation: what everybody's sum holds is to be told first."""
+    late_report: StepReport | None = None
+    """Of a step that was applied between two generations, and that the script has not seen."""
     _gradients: GradientSums | None = None
     _pool_trial: PoolTrial = field(default_factory=PoolTrial)
     _requested_through: int = 0
@@ -126,6 +163,11 @@ class Run:
                 chunk_weights=lambda: self.plan.chunk_weights,
             )
         return self._gradients
+
+    @property
+    def wants_regroup(self) -> bool:
+        """Whether this rank was told that newcomers wait."""
+        return isinstance(self.group, ElasticGroup) and self.group.asked_to_regroup
 
     @property
     def gradients_in_use(self) -> GradientSums | None:
@@ -192,6 +234,31 @@ class Run:
         if plan != self.plan:
             self.plan = plan
 
+    def keep_to_memory(self, ballots: Sequence[Ballot]) -> None:
+        """Where a rank ran out of memory in a step that was agreed on, switch to a plan that it holds, the same on
+        every rank."""
+        if all(ballot.fits is None for ballot in ballots):
+            return
+        step, before = ballots[0].step, self.memory_found
+        self.memory_found = learn(before, ballots, self.plan)
+        reason = why(before, self.memory_found, self.plan)
+        if not reason:
+            return
+        if self.controller is not None:
+            decision = self.controller.keep_to_memory(step, self.memory_found, reason)
+        else:
+            decision = decide(step, self.plan, self.memory_found, reason, micro_batch=self.config.micro_batch)
+            self.decided.append(decision)
+        self.plan = decision.plan
+        if self.group.rank == 0:
+            log.warning("step %d: %s", step, decision.reason)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The newest changes of plan, oldest first."""
+        followed = () if self.controller is None else self.controller.history
+        return (*self.decided, *followed)[-_REMEMBERED_DECISIONS:]
+
     def _tried(self, pool: Pool, seen: Observation) -> Pool:
         """The pool, or none where it is not tried now and has not proved to pay."""
         if self.config.pull is not None:
@@ -227,8 +294,22 @@ class Run:
         """The first group's learning rate, which may be a scalar on a device; NaN without one."""
         return self.optimizer.param_groups[0].get("lr", math.nan)
 
+    def follow(
+        self, plan: Plan, controller: Controller | None, device_kinds: Sequence[str], memory_found: Memory = ()
+    ) -> None:
+        """Go on under a plan for other ranks than before."""
+        self.decided = list(self.decisions)
+        self.plan, self.controller, self.device_kinds = plan, controller, device_kinds
+        self.memory_found = memory_found
+        self.absent, self.regroup_due, self.resuming = frozenset(), False, True
+        self._pool_trial = PoolTrial()
+        self._prefetched_for = (plan, self.absent)
+        self.loader.keep(set())
+        self._requested_through = self.committed
+
     def abandon_step(self) -> None:
         """Forget a step that raised an error: gradients, changed buffers and what its loader had given out."""
+        self.in_hand = None
         if self._gradients is not None:
             self._gradients.begin()
         self.buffers.roll_back()

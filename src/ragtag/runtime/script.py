@@ -23,6 +23,7 @@ class ScriptPosition:
         self._cursor = 0
         self._ordinal = 0
         self._evaluations: dict[str, Any] = {}
+        self._joined_at = 0
 
     def claim(self, n: int, *, committed: int) -> tuple[int, int]:
         """Start the next `steps(n)` call: its number, and the last step it covers (a committed one: none is left)."""
@@ -50,6 +51,17 @@ class ScriptPosition:
             last = max(first - 1, min(last, committed))
         self._calls[call] = [first, last, 1]
         self._cursor, self._open, self._ordinal = last, None, 0
+
+    def join(self, state: Mapping[str, Any], *, committed: int) -> None:
+        """Adopt the history of scripts that are under way: this one, just started, has all up to their open call in its
+        past."""
+        self.load_state_dict(state, committed=committed, replay=True)
+        self._joined_at = len(self._calls)
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether the others, whose run was joined, have done already what comes next in this script."""
+        return self._num_claimed < self._joined_at
 
     def recorded(self) -> Any | None:
         """What the evaluation at this place of the script returned, if it lies in the past."""
@@ -84,8 +96,15 @@ class ScriptPosition:
             self._evaluations = dict(state["evaluations"])
             self._cursor = 0
             return
+        here = (self._num_claimed, self._ordinal)
+        past_evaluations = {place: value for place, value in self._evaluations.items() if _numbers(place) < here}
         still_open = [] if self._open is None else [self._calls[self._open]]
         past = [[committed + 1, committed, 1]] * (self._num_claimed - len(still_open))
         self._calls = [*past, *([min(first, committed + 1), max(last, committed), 0] for first, last, _ in still_open)]
         self._cursor = self._calls[-1][1] if still_open else committed
-        self._evaluations = {}
+        self._evaluations = past_evaluations  # for those who join later and come through them again
+
+
+def _numbers(place: str) -> tuple[int, int]:
+    calls, ordinal = map(int, place.split("/"))
+    return calls, ordinal

@@ -18,10 +18,12 @@ from ragtag.control.absence import runs_of, share_out, units_of
 from ragtag.control.ballot import Ballot, Outcome, pack, tally, unpack
 from ragtag.core.errors import DisagreementError
 from ragtag.core.ledger import Ledger, micro_batches
+from ragtag.hub.worker_rules import digest
 from ragtag.runtime.buffers import UnitBuffers
 from ragtag.runtime.gradients import GradientSums
 from ragtag.runtime.loss_sums import LossSums
-from ragtag.runtime.non_finite import reason_to_skip
+from ragtag.runtime.non_finite import find_non_finite, reason_to_skip
+from ragtag.runtime.out_of_memory import drop_own_sum, no_rank_can
 from ragtag.runtime.run import Run
 from ragtag.runtime.work import Units
 
@@ -168,6 +170,14 @@ class Settling:
         self.lr = math.nan
         self.outcome: Outcome | None = None
         """What all ranks do with the step; None: not agreed yet."""
+        self.adding = False
+        """A micro-batch is on its way into the own sums: they are not whole."""
+        self.fits: int | None = None
+        """See `Ballot`."""
+        self.failure = ""
+        """What did not fit into this rank's memory."""
+        self.spoilt = False
+        """What was launched is not what the own sums hold now."""
         self.ballots: list[Ballot] = []
         self.skipped = ""
         self._gradients = run.gradients() if after is None else after._gradients
@@ -176,6 +186,19 @@ class Settling:
         self._launched = False
         self._lost: tuple[Units, ...] = ()
         """By rank, the units that it is to compute because others have not; empty: none are lost."""
+        self._in_person = True
+        self._rank = run.group.rank
+        self._non_finite = ("", 0)
+        """Why the step is skipped, if it is, and the rank to blame."""
+        self._held: Outcome | None = None
+        """What all ranks will do with the step once everybody has voted."""
+        self.held_digest = ""
+        run.in_hand = self
+
+    @property
+    def regroups(self) -> bool:
+        """Whether all ranks leave their generation once they have applied this step."""
+        return any(ballot.regroup for ballot in self.ballots)
 
     def come_back(self) -> None:
         """The training thread goes on here, all earlier steps applied; what it will compute needs sums of its own."""
@@ -198,7 +221,7 @@ class Settling:
         Raises:
             RagtagError: what votes show: disagreement, ten non-finite steps in a row; PeerFailed, PeerLost.
         """
-        group = self.run.group
+        group, self._in_person = self.run.group, compute is not None
         while self.outcome is None:
             if self._lost:
                 mine = self._lost[group.rank]
@@ -219,16 +242,74 @@ class Settling:
                     self.number,
                 )
                 self._launch(overlap=False)
+            elif outcome.spoilt:
+                self._launch(overlap=True)
             else:
-                self._conclude(outcome)
-                self.outcome = outcome
+                self._look_for_non_finite(outcome)
+                self._vote(outcome)
+                self.accept_held()
             self._attempt += 1
         return True
 
+    def _look_for_non_finite(self, outcome: Outcome) -> None:
+        """Before the vote: who holds the step can do all that follows without asking anybody."""
+        if outcome.finite or self.run.loss_scale.backs_off:
+            return
+        gradients = None if self.away else self._gradients
+        self._non_finite = find_non_finite(self.run, self.number, self.ledger, self.losses, gradients)
+
+    def _vote(self, outcome: Outcome) -> None:
+        """Hold the step; where ranks come and go, return only when everybody holds it."""
+        group, number = self.run.group, self.number
+        self._held = outcome
+        if not group.elastic:
+            return  # whoever is lost now ends the run
+        self.held_digest = digest(
+            self.run.generation, number, self.ledger.expected_hash, outcome.weight, not outcome.finite
+        )
+        votes = group.exchange(self.held_digest.encode(), "voting")
+        if len(set(votes)) > 1:
+            raise DisagreementError(f"the ranks hold different results of step {number}; it was not applied.")
+
+    def accept_held(self) -> None:
+        """Everybody holds the step, or somebody has applied it: so does this rank."""
+        assert self._held is not None, "only what is held can be applied"
+        self._conclude(self._held)
+        self.outcome = self._held
+
+    def void(self) -> None:
+        """What was held is void: nobody has applied it, and the step is done again."""
+        self._held, self.held_digest = None, ""
+
+    def resume(self) -> None:
+        """Go on in a new generation: what was held is void, own sums stay, and what is in nobody's is shared out."""
+        run, group, number = self.run, self.run.group, self.number
+        if self.adding:  # the end of the last generation broke a backward off
+            drop_own_sum(self, self._rank)
+        mine = () if self.away else self.ledger.contents(self._rank)
+        self.come_back()
+        self._gradients.renew()
+        run.buffers.renew()
+        self.void()
+        self._attempt, self._launched, self.spoilt = 0, False, False
+        # This generation may end here too: until all have answered, the old ledger says what the own sum holds.
+        held = group.gather(f"sums of step {number}", runs_of(mine))
+        self.ledger, self._rank, self.plan_id = run.ledger_of(number), group.rank, run.plan_id
+        if group.rank in self.ledger.settle([units_of(runs) for runs in held]):
+            self._gradients.begin()
+            run.buffers.begin()
+            self.losses = LossSums(run.nature.metric_names, run.device)
+        self._lost = share_out(self.ledger.missing(), run.plan, ())
+        for rank, units in enumerate(self._lost):
+            for unit in units:
+                self.ledger.assign(unit, rank)
+
     def _launch(self, *, overlap: bool) -> None:
-        self.run.group.note(self.number, "reducing gradients")
+        if self._in_person:  # a stand-in leaves what the training thread was last heard doing
+            self.run.group.note(self.number, "reducing gradients")
         if self._launched:
             self.sums.launch_again(overlap=overlap)
+            self.spoilt = False
         else:
             self.sums.launch_rest()
         self._launched = True
@@ -255,6 +336,11 @@ class Settling:
             attempt=self._attempt,
             launched_too_early=sums.launched_too_early,
             absent=not in_person,
+            spoilt=self.spoilt,
+            fits=self.fits,
+            regroup=run.wants_regroup,
+            save=run.boundary.is_due(self.number),
+            stop=run.boundary.stop,
             contents_hash=ledger.contents_hash(rank),
             samples=ledger.summed_samples(rank),
             weight=weight,
@@ -274,16 +360,19 @@ class Settling:
 
     def _share_out_lost(self, outcome: Outcome) -> tuple[Units, ...]:
         """Ask every rank what its sum holds, and give the rest to those who are here, by the same rule on all ranks."""
-        run, ledger = self.run, self.ledger
+        run, ledger, everybody = self.run, self.ledger, frozenset(range(self.run.group.world_size))
+        if outcome.unable == everybody:
+            raise no_rank_can(self)
         held = run.group.gather(f"sums of step {self.number}", runs_of(ledger.contents(run.group.rank)))
         if ledger.settle([units_of(runs) for runs in held]):
             raise DisagreementError(f"two ranks have computed the same samples of step {self.number}.")
-        lost = share_out(ledger.missing(), run.plan, outcome.absent)
+        left_out = outcome.absent | outcome.unable
+        lost = share_out(ledger.missing(), run.plan, left_out if left_out != everybody else outcome.unable)
         for rank, units in enumerate(lost):
             for unit in units:
                 ledger.assign(unit, rank)
-        present = sorted(set(range(run.group.world_size)) - outcome.absent)
-        if run.group.rank == min(present, default=0):
+        present = sorted(everybody - outcome.absent)
+        if outcome.absent and run.group.rank == min(present, default=0):
             names = ", ".join(f"rank {rank} ({run.group.hosts[rank]})" for rank in sorted(outcome.absent))
             samples = sum(stop - start for start, stop in map(ledger.span, itertools.chain(*lost)))
             log.warning(
@@ -298,9 +387,8 @@ class Settling:
     def _conclude(self, outcome: Outcome) -> None:
         """What follows from the votes alone, on every rank alike."""
         run = self.run
-        self.skipped = reason_to_skip(
-            run, self.number, self.ledger, self.losses, outcome, None if self.away else self._gradients
-        )
+        self.skipped = reason_to_skip(run, self.number, outcome, self._non_finite)
         run.absent = outcome.absent
         run.num_settled += 1
         run.follow_speeds(self.ballots)
+        run.keep_to_memory(self.ballots)

@@ -59,6 +59,11 @@ class Cover(Protocol):
         """From here on none may. Raises StoodIn if one has."""
         ...
 
+    def set_aside(self) -> None:
+        """The micro-batch in hand has failed: from here on none may, until the next one begins. Raises StoodIn if one
+        has."""
+        ...
+
     def begin_step(self, number: int) -> None:
         """Tell those who wait for it that this step has begun."""
         ...
@@ -94,6 +99,9 @@ class NoCover:
         """Do nothing."""
 
     def begin_backward(self) -> None:
+        """Do nothing."""
+
+    def set_aside(self) -> None:
         """Do nothing."""
 
     def begin_step(self, number: int) -> None:
@@ -183,6 +191,14 @@ class StandIn:
             if self._taken_over:
                 raise StoodIn
 
+    def set_aside(self) -> None:
+        """The micro-batch in hand has failed: from here on none may, until the next one begins. Raises StoodIn if one
+        has."""
+        with self._changed:
+            self._interruptible = False
+            if self._taken_over:
+                raise StoodIn
+
     def begin_step(self, number: int) -> None:
         """Where a rank is absent, one of the others tells its stand-in that this step has begun."""
         absent, group = self._run.absent, self._run.group
@@ -269,6 +285,8 @@ class StandIn:
             with self._changed:
                 self._settled.append(settling)
                 self._changed.notify_all()
+            if settling.regroups:
+                return  # there is no next step in this generation
             if not complete or kept_bytes > _MOST_BYTES or self._clock() - began_s > self._run.group.patience_s:
                 return
             if not self._others_begin(settling.number + 1):

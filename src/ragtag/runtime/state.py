@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from ragtag.checkpoint.tree import flatten, unflatten
@@ -49,6 +50,7 @@ def collect(run: Run, script: Mapping[str, Any]) -> dict[str, Any]:
         "scheduler": None if run.scheduler is None else plain_scheduler(run.scheduler.state_dict()),
         "loss_scale": run.loss_scale.state_dict(),
         "state": {name: item.state_dict() for name, item in run.state.items()},
+        "history": None if run.history is None else msgspec.to_builtins(run.history),
     }
 
 
@@ -108,18 +110,18 @@ def restore(run: Run, tree: Any, source: str) -> None:
     run.non_finite_steps = 0
 
 
-def on_rank_0(group: Group, name: str, action: Callable[[], T]) -> T | None:
-    """What `action` returns on rank 0, None elsewhere; a CheckpointError of its is raised on every rank alike."""
+def on_rank(rank: int, group: Group, name: str, action: Callable[[], T]) -> T | None:
+    """What `action` returns on one rank, None elsewhere; a CheckpointError of its is raised on every rank alike."""
     value, error = None, None
-    if group.rank == 0:
+    if group.rank == rank:
         try:
             value = action()
         except CheckpointError as own:
             error = own
-    refusal = group.gather(name, None if error is None else str(error))[0]
+    refusal = group.gather(name, None if error is None else str(error))[rank]
     if refusal is not None:
         error = error or CheckpointError(refusal)
-        error.origin_rank = 0
+        error.origin_rank = rank
         raise error
     return value
 
@@ -135,24 +137,24 @@ def placed_like(current: Any, saved: Any) -> Any:
     return saved
 
 
-def broadcast_tree(tree: Any, group: Group, name: str) -> Any:
-    """Rank 0's tree, on every rank; the skeleton goes through the store, tensors through the ring. No pickle."""
+def broadcast_tree(tree: Any, group: Group, name: str, source: int = 0) -> Any:
+    """The tree of rank `source`, on every rank; the skeleton through the store, tensors through the ring. No pickle."""
     if group.world_size == 1:
         return tree
     described: list[Any] = []
     tensors: dict[str, torch.Tensor] = {}
-    if group.rank == 0:
+    if group.rank == source:
         skeleton, tensors = flatten(tree)
         described = [
             skeleton,
             [[key, list(t.shape), str(t.dtype).removeprefix("torch.")] for key, t in tensors.items()],
         ]
-    skeleton, shapes = group.gather(name, described)[0]
-    if group.rank != 0:
+    skeleton, shapes = group.gather(name, described)[source]
+    if group.rank != source:
         tensors = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, shape, dtype in shapes}
     hosted = [tensor.detach().cpu().contiguous() for tensor in tensors.values()]
-    group.broadcast(hosted, source=0)
-    return tree if group.rank == 0 else unflatten(skeleton, dict(zip(tensors, hosted)))
+    group.broadcast(hosted, source=source)
+    return tree if group.rank == source else unflatten(skeleton, dict(zip(tensors, hosted)))
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, Any]:

@@ -7,22 +7,25 @@ backward still runs, vote, and only then touch the parameters.
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from ragtag.comm.elastic import ElasticGroup
+from ragtag.comm.passing import GenerationEnded
 from ragtag.core.errors import LossError, ModelError
 from ragtag.core.mixing import seed_for
 from ragtag.core.values import StepReport
 from ragtag.runtime.batches import to_device
 from ragtag.runtime.device import copies_asynchronously
 from ragtag.runtime.loss import Loss, as_loss, require_gradient
+from ragtag.runtime.out_of_memory import OwnWork
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.random_watch import RandomWatch
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
 from ragtag.runtime.run import Run
 from ragtag.runtime.settling import NoSums, Settling
 from ragtag.runtime.stand_in import Cover, StoodIn
-from ragtag.runtime.work import StepWork, Units
+from ragtag.runtime.work import Units
 
 
 def run_step(run: Run, number: int, cover: Cover) -> StepReport:
@@ -31,9 +34,14 @@ def run_step(run: Run, number: int, cover: Cover) -> StepReport:
     `cover` stands in for this rank's thread where it stalls in its data or its forward.
     """
     started_s = time.perf_counter()
+    if run.late_report is not None:
+        report, run.late_report = run.late_report, None
+        return report
     run.pace.step(number)
     settling = cover.settled(number)
-    if settling is None:
+    if settling is None and run.resuming:
+        settling = resumed(run, number)
+    elif settling is None:
         # 1. Own work: the sum of losses and gradients over the units the ledger says are ours.
         settling = Settling(run, number)
         cover.begin_step(number)
@@ -57,41 +65,63 @@ def run_step(run: Run, number: int, cover: Cover) -> StepReport:
         settling.settle(lambda units: compute(in_hand, units, cover))
 
     # 3. Apply it, or skip it, everywhere alike.
-    report = _apply(settling, started_s)
+    report = apply(settling, started_s)
     cover.finished(settling, report.wall_s)
     return report
 
 
+def resumed(run: Run, number: int) -> Settling:
+    """The first step of a generation: with what this rank's sum holds of it already."""
+    in_hand = run.in_hand
+    if in_hand is None or in_hand.number != number or in_hand.outcome is not None:
+        in_hand = Settling(run, number)
+    in_hand.resume()
+    run.resuming = False
+    return in_hand
+
+
 def compute(settling: Settling, work: Iterable[Units], cover: Cover) -> None:
-    """Add micro-batches to this rank's sums."""
+    """Add micro-batches to this rank's sums, smaller ones where its memory does not hold them."""
+    own, group = OwnWork(settling, work, cover), settling.run.group
+    for units in own:
+        if isinstance(group, ElasticGroup):
+            group.check()
+        with own.surviving():
+            _add_micro_batch(settling, units, own, cover)
+
+
+def _add_micro_batch(settling: Settling, units: Units, own: OwnWork, cover: Cover) -> None:
     run, ledger, number = settling.run, settling.ledger, settling.number
-    group, sums, losses = run.group, run.gradients(), settling.losses
-    for units in work:
-        num_samples = ledger.span(units[-1])[1] - ledger.span(units[0])[0]
-        cover.begin_micro_batch(num_samples)
-        group.note(number, "reading data")
-        waited_s = time.perf_counter()
-        data = run.read(ledger, units)
-        data_s = time.perf_counter() - waited_s
-        cover.begin_forward()
-        group.note(number, "forward and backward")
-        run.stopwatch.start()
-        paced = run.pace.forward_backward(num_samples)
-        with _random_numbers_of(run, number, units[0]), paced, run.memory.forward_backward():
-            loss = _forward(run, number, data, num_samples)
-            cover.begin_backward()
-            run.buffers.end_forward(num_samples)
-            losses.add(loss, units)
-            sums.begin_backward(last=isinstance(work, StepWork) and work.is_last())
-            if loss.total.requires_grad:
-                (loss.total * settling.loss_factor).backward()
-        run.stopwatch.stop()
-        settling.data_s += data_s
-        ledger.record_sum(group.rank, units)
+    group, sums = run.group, run.gradients()
+    num_samples = ledger.span(units[-1])[1] - ledger.span(units[0])[0]
+    cover.begin_micro_batch(num_samples)
+    group.note(number, "reading data")
+    waited_s = time.perf_counter()
+    data = run.read(ledger, units)
+    data_s = time.perf_counter() - waited_s
+    cover.begin_forward()
+    group.note(number, "forward and backward")
+    run.stopwatch.start()
+    paced = run.pace.forward_backward(num_samples)
+    with _random_numbers_of(run, number, units[0]), paced, run.memory.forward_backward():
+        loss = _forward(run, number, data, num_samples)
+        cover.begin_backward()
+        is_last = own.is_last()
+        settling.adding = True
+        run.buffers.end_forward(num_samples)
+        settling.losses.add(loss, units)
+        sums.begin_backward(last=is_last)
+        if loss.total.requires_grad:
+            (loss.total * settling.loss_factor).backward()
+    run.stopwatch.stop()
+    settling.data_s += data_s
+    ledger.record_sum(group.rank, units)
+    settling.adding = False
 
 
-def _apply(settling: Settling, started_s: float) -> StepReport:
-    """Touch parameters, optimizer, scheduler and buffers, or none of them."""
+def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepReport:
+    """Touch parameters, optimizer, scheduler and buffers, or none of them. Nothing is asked of others where it comes
+    `late`: they may have done so before."""
     run, number, outcome, ballots = settling.run, settling.number, settling.outcome, settling.ballots
     assert outcome is not None
     sums, buffers = run.gradients(), run.buffers
@@ -112,9 +142,18 @@ def _apply(settling: Settling, started_s: float) -> StepReport:
             run.step_scheduler(outcome.loss_total / outcome.weight)
             buffers.commit()
     run.committed = number
+    run.num_applied += 1
+    run.regroup_due = settling.regroups
+    if run.in_hand is settling:
+        run.in_hand = None
+    run.boundary.agree(save=outcome.save, stop=outcome.stop)
+    if isinstance(run.group, ElasticGroup):
+        run.applied_digest = settling.held_digest
+        run.group.applied(run.num_applied, run.applied_digest)
     run.apply_s = time.perf_counter() - applying_s
-    if not outcome.absent:  # whoever is absent has not applied it yet
-        run.check_replicas(number)
+    if not late and not outcome.absent:  # whoever is absent has not applied it yet
+        with suppress(GenerationEnded):  # the step is done; the next call regroups
+            run.check_replicas(number)
     run.loader.keep(lambda key: key[0] > number)  # what others have pulled from us
     run.keep_prefetched()
     return StepReport(

@@ -2,33 +2,47 @@
 `step.py`."""
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
-from ragtag.checkpoint.file import load_file, save_file
+from ragtag import __version__
+from ragtag.checkpoint.directory import History
+from ragtag.checkpoint.storage import split
+from ragtag.comm.elastic import ElasticGroup, Standing
+from ragtag.comm.generation import connect_elastic
+from ragtag.comm.group import Group
+from ragtag.comm.passing import GenerationEnded
 from ragtag.comm.rendezvous import connect
-from ragtag.core.config import Config, shares_from_environment
+from ragtag.control.membership import Brought
+from ragtag.control.sharing import Start
+from ragtag.core.config import Config, micro_batches_from_environment, shares_from_environment
 from ragtag.core.decision import Decision
-from ragtag.core.errors import PeerError, RagtagError, SettingError, did_you_mean
+from ragtag.core.errors import CheckpointError, PeerError, RagtagError, SettingError, did_you_mean
 from ragtag.core.values import Plan, StepReport
 from ragtag.emulate.environment import from_environment
-from ragtag.runtime import checks, state
+from ragtag.runtime import checks, keeping, state
+from ragtag.runtime import regroup as regrouping
 from ragtag.runtime.evaluation import Evaluation, evaluate
 from ragtag.runtime.loader import UnitLoader, check_dataset
 from ragtag.runtime.measure import measure, wanted_profile
 from ragtag.runtime.prepare import prepare
+from ragtag.runtime.resuming import read_file
+from ragtag.runtime.run import Run
 from ragtag.runtime.script import ScriptPosition
 from ragtag.runtime.stand_in import Cover, NoCover, StandIn
 from ragtag.runtime.step import run_step
+from ragtag.runtime.stop_signals import Stopped
 
 log = logging.getLogger("ragtag")
+T = TypeVar("T")
 
 _KEPT_LOADERS = 4  # a script that makes a new dataset for each evaluation must not gather worker processes
 
@@ -78,21 +92,22 @@ class Trainer:
     ) -> None:
         self._script = ScriptPosition()
         self._eval_loaders: dict[int, tuple[Any, UnitLoader]] = {}
-        self._num_evaluations = 0
         config = Config() if config is None else config
         patience_s = config.patience_s if isinstance(config, Config) else Config().patience_s
         emulator = from_environment(os.environ, int(os.environ.get("RANK", "0")))
-        self._group = (
-            connect(patience_s, wrap=emulator.limit_transport, delay_s=emulator.message_delay_s)
-            if emulator
-            else connect(patience_s)
-        )
+        if os.environ.get("RAGTAG_HUB"):
+            self._group: Group = connect_elastic(patience_s, __version__)
+        elif emulator:
+            self._group = connect(patience_s, wrap=emulator.limit_transport, delay_s=emulator.message_delay_s)
+        else:
+            self._group = connect(patience_s)
         with self._failure_reaches_all("setting up the trainer"):
             if misspelt:
                 raise SettingError(_unknown_argument(next(iter(misspelt))))
             if not isinstance(config, Config):
                 raise SettingError(f"config is a {type(config).__name__}; expected ragtag.Config(...).")
-            self._run = prepare(
+            prepared = partial(
+                prepare,
                 self._group,
                 model=model,
                 optimizer=optimizer,
@@ -100,6 +115,10 @@ class Trainer:
                 dataset=dataset,
                 global_batch_size=global_batch_size,
                 shares=shares_from_environment(os.environ) if shares is None else shares,
+                start=Start(
+                    shares=shares_from_environment(os.environ, "RAGTAG_START_SHARES"),
+                    micro_batch=micro_batches_from_environment(os.environ),
+                ),
                 seed=seed,
                 shuffle=shuffle,
                 precision=precision,
@@ -110,6 +129,7 @@ class Trainer:
                 config=config,
                 emulator=emulator,
             )
+            self._run = self._joined(self._group, prepared) if isinstance(self._group, ElasticGroup) else prepared()
             wanted = wanted_profile(os.environ)
             if wanted is not None:
                 measure(self._run, wanted, emulator=emulator)
@@ -118,8 +138,73 @@ class Trainer:
             self._group.close()
             raise SystemExit(0)
 
+        if not isinstance(self._group, ElasticGroup):
+            with self._failure_reaches_all("looking for checkpoints"):
+                keeping.begin(self._run, self._script)
+        self._keeper = keeping.keeper(self._run, self._script)
+        self._cover = self._make_cover()
+
+    def _joined(self, group: ElasticGroup, prepared: Callable[[], Run]) -> Run:
+        """Take part in a generation, as one of the first, or with what the others have done so far."""
+        run: Run | None = None
+        mine: Brought | None = None
+        go = group.regroup(Standing())
+        while True:
+            began: Run | None = None
+            try:
+                if run is None or mine is None:
+                    began = prepared()
+                    if group.is_newcomer:
+                        tree = regrouping.join(began, group)
+                        self._script.join(tree["script"], committed=tree["committed"])
+                    else:
+                        keeping.begin(began, self._script)
+                        began.num_applied = began.committed
+                    run = began
+                else:
+                    regrouping.enter(run, go, self._script.state_dict(), mine)
+                mine = regrouping.own(run, group.rank)
+                group.applied(run.num_applied, run.applied_digest)  # those that others have done
+                group.ready()
+                return run
+            except GenerationEnded:
+                if began is not None and run is None:
+                    began.close()  # what it has started, such as workers that read data
+                go = group.regroup(Standing() if run is None else regrouping.standing(run))
+
+    def _across_generations(self, call: Callable[[], T], in_call: str = "") -> T:
+        """What `call` returns, begun again whenever ranks were lost meanwhile."""
+        while True:
+            try:
+                return call()
+            except GenerationEnded:
+                self._regroup(in_call)
+
+    def _with_all(self, call: Callable[[], str], in_call: str) -> str:
+        """What `call`, which all ranks make together, returns on each; where ranks were lost after some had finished
+        it, the others take over what it gave them."""
+        run = self._run
+        while True:
+            try:
+                answer = call()
+                break
+            except GenerationEnded:
+                self._regroup(in_call)
+                if run.missed_answer is not None:
+                    answer, run.missed_answer = run.missed_answer, None
+                    break
+        run.calls, run.answer = run.calls + 1, answer
+        return answer
+
+    def _regroup(self, in_call: str = "", *, agreed: bool = False) -> None:
+        self._cover.withdraw()
+        self._cover.close()
+        regrouping.regroup(self._run, self._script.state_dict(), in_call=in_call, agreed=agreed)
+        self._cover = self._make_cover()
+
+    def _make_cover(self) -> Cover:
         covered = self._run.controller is not None and self._run.config.cover_stalls
-        self._cover: Cover = StandIn(self._run) if covered else NoCover()
+        return StandIn(self._run) if covered else NoCover()
 
     @property
     def plan(self) -> Plan:
@@ -129,8 +214,7 @@ class Trainer:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """The newest 200 changes of plan, oldest first, each with its reason, what it promised and what it achieved."""
-        controller = self._run.controller
-        return () if controller is None else controller.history
+        return self._run.decisions
 
     @property
     def rank(self) -> int:
@@ -164,10 +248,13 @@ class Trainer:
         try:
             # Asked anew each time: the loop's body may have loaded an older or a newer state.
             while self._script.is_open(call) and run.committed < last:
+                self._between_steps()
                 number = run.committed + 1
                 try:
                     with self._failure_reaches_all(f"step {number}"):
-                        report = run_step(run, number, self._cover)
+                        if run.regroup_due:
+                            self._regroup(agreed=True)
+                        report = self._across_generations(lambda: run_step(run, run.committed + 1, self._cover))
                 except BaseException:
                     # In this order: until the others know, a stand-in may be giving in the sums that are dropped here.
                     self._cover.withdraw()
@@ -175,9 +262,15 @@ class Trainer:
                     raise
                 self._group.note(number, "the script's own code after this step")
                 yield report
+            if self._script.is_open(call):
+                self._between_steps()
             complete = True
         finally:
             self._script.finish(call, committed=run.committed, complete=complete)
+
+    def _between_steps(self) -> None:
+        with self._failure_reaches_all("keeping a checkpoint"):
+            self._across_generations(self._keeper.at_boundary, in_call="saving")
 
     def evaluate(self, dataset: Any, metric_fn: Callable[[torch.nn.Module, Any], Any]) -> Evaluation:
         """Mean of `metric_fn` over a whole dataset, in evaluation mode, equal on every rank and for any number of
@@ -193,29 +286,39 @@ class Trainer:
         """
         if (recorded := self._script.recorded()) is not None:
             return Evaluation.from_state(recorded)
+        if self._script.catching_up:
+            raise RagtagError(
+                f"rank {self._group.rank} joined after step {self._run.committed} and is to evaluate what the others "
+                f"have behind them, and the run has no record of it. Evaluate at the same places on every rank."
+            )
         run = self._run
         with self._failure_reaches_all("evaluating"):
             checks.check_metric_fn(metric_fn)
             check_dataset(dataset)
             size = len(dataset)
-            self._num_evaluations += 1
             limits = (run.sampler.global_batch_size, run.config.micro_batch or 64, 64, size)
-            value = evaluate(
-                run.model,
-                metric_fn,
-                self._eval_loader(dataset),
-                dataset_size=size,
-                run_size=min(limits),
-                plan=run.plan,
-                group=run.group,
-                device=run.device,
-                pace=run.pace,
-                precision=run.device_precision,
-                seed=run.seed,
-                name=f"evaluation {self._num_evaluations}",
-            )
-        self._script.record(value.to_state())
-        return value
+
+            def call() -> str:
+                held = [most for most in run.memory_found if most]
+                evaluation = evaluate(
+                    run.model,
+                    metric_fn,
+                    self._eval_loader(dataset),
+                    dataset_size=size,
+                    run_size=min(*limits, *held),
+                    plan=run.plan,
+                    group=run.group,
+                    device=run.device,
+                    pace=run.pace,
+                    precision=run.device_precision,
+                    seed=run.seed,
+                    name=f"evaluation after step {run.committed}",
+                )
+                return json.dumps(evaluation.to_state())
+
+            value = json.loads(self._with_all(call, "evaluating"))
+        self._script.record(value)
+        return Evaluation.from_state(value)
 
     def _eval_loader(self, dataset: Any) -> UnitLoader:
         """One loader a dataset, kept while it is among the last few, so that its worker processes start once."""
@@ -227,25 +330,33 @@ class Trainer:
         return kept[1]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything needed to continue to one safetensors file, atomically. Call it on every rank; rank 0
-        writes.
+        """Write everything needed to continue to one safetensors file, atomically: a path, or a URL that fsspec knows.
+        Call it on every rank; rank 0 writes.
 
         Raises:
             CheckpointError: on every rank, when rank 0 could not write; an older file is left intact, and training can
                 go on.
         """
+        if self._script.catching_up:
+            return
 
         def write() -> None:
-            save_file(Path(path), state.collect(self._run, self._script.state_dict()))
+            storage, name = split(path)
+            storage.save(name, state.collect(self._run, self._script.state_dict()))
+
+        def call() -> None:
+            state.on_rank(0, self._group, "save", write)
 
         with self._failure_reaches_all(f"saving {path}"):
-            state.on_rank_0(self._group, "save", write)
+            self._or_refused(call, "saving")
 
     def load(self, path: str | os.PathLike[str], *, replay: bool = True) -> None:
-        """Continue from a file that `save` wrote, on any number of ranks; only rank 0 needs the file.
+        """Continue from a file that `save` wrote, on any number of ranks; any one of them needs the file.
+
+        Where several have one, the newest counts.
 
         Args:
-            path: the file.
+            path: the file, or a URL that fsspec knows.
             replay: before the first `steps` call, take this script to be the one that saved, started again: ranges and
                 evaluations that lie in its past are not done again. With False, the next `steps` goes on after the
                 saved step.
@@ -254,22 +365,47 @@ class Trainer:
             CheckpointError: on every rank, when the file is missing, damaged, or of another model or run; nothing was
                 changed, and training can go on.
         """
+        if self._script.catching_up:
+            return
+        tree: Any = None
+        history: History | None = None
 
-        def read() -> Any:
-            tree = load_file(Path(path))
-            state.check(self._run, tree, str(path))
-            return tree
+        def call() -> None:
+            nonlocal tree, history
+            tree, history = read_file(self._run, path), self._keeper.next_history()
+            if self._group.elastic:
+                self._group.barrier("loading")  # from here on everybody has it, whoever is lost
 
         with self._failure_reaches_all(f"loading {path}"):
-            tree = state.on_rank_0(self._group, "load", read)
-            tree = state.broadcast_tree(tree, self._group, "loaded values")
+            self._or_refused(call, "loading")
             state.restore(self._run, tree, str(path))
             self._script.load_state_dict(tree["script"], committed=tree["committed"], replay=replay)
+            self._keeper.loaded(history)
         if self._group.rank == 0:
             log.info("loaded %s: %d steps are done", path, self._run.committed)
 
+    def _or_refused(self, call: Callable[[], None], in_call: str) -> None:
+        """Make `call` with all ranks; a CheckpointError that it raises on every rank is raised on every rank."""
+        refusals: list[CheckpointError] = []
+
+        def answered() -> str:
+            try:
+                call()
+            except CheckpointError as error:
+                if error.origin_rank is None:
+                    raise
+                refusals.append(error)
+                return str(error)
+            return ""
+
+        if answer := self._with_all(answered, in_call):
+            error = refusals[-1] if refusals else CheckpointError(answer)
+            error.origin_rank = 0 if error.origin_rank is None else error.origin_rank
+            raise error
+
     def close(self) -> None:
         """Leave the group and end loader workers; the process's end does it too."""
+        self._keeper.close()
         self._cover.close()
         self._run.close()
         for _, loader in self._eval_loaders.values():
@@ -282,7 +418,7 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Close; an error on its way out is told to the other ranks first."""
-        if error is not None:
+        if error is not None and not isinstance(error, Stopped):
             self._group.announce_failure(error, "the script's own code")
         self.close()
 
@@ -291,9 +427,11 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            if getattr(error, "origin_rank", None) is None:
+            if isinstance(error, Stopped):
+                pass  # all ranks end by themselves
+            elif getattr(error, "origin_rank", None) is None:
                 self._group.announce_failure(error, doing)
-            elif not isinstance(error, PeerError):
+            elif not isinstance(error, PeerError) and not self._group.elastic:
                 # All ranks raise this one by themselves. The first one to end its script must not do so, and tell,
                 # while another is still waiting for what makes it raise the same.
                 with suppress(RagtagError):

@@ -58,7 +58,7 @@ class StepWork:
         self._queue: deque[Units] = deque([*self._cut(own[:split]), *self._cut(own[split:])])
         self._taken = 0
         """Units of the pool that are known to be claimed by anybody."""
-        self._claim: tuple[Work, int] | None = None
+        self._claim: Work | None = None
 
     def __iter__(self) -> Iterator[Units]:
         started_s = self._clock()
@@ -81,9 +81,27 @@ class StepWork:
 
     def _claim_ahead(self, current: int, elapsed_s: float, done: int) -> None:
         """Claim what comes after the `current` units, if that does not make everybody wait for this rank."""
-        remaining = len(self._pool) - self._taken
-        if remaining <= 0:
+        if self._taken >= len(self._pool):
             return
+        asked_s = self._clock()
+
+        def decide(claimed: int) -> int:
+            return self._how_many(claimed, current, elapsed_s + self._clock() - asked_s, elapsed_s, done)
+
+        self._claim = self._group.claim(self._ledger.step, decide)
+
+    def _how_many(self, claimed: int, current: int, now_s: float, elapsed_s: float, done: int) -> int:
+        """How many units to claim, of which `claimed` are gone: none that this rank would finish too late.
+
+        Args:
+            claimed: units of the pool that anybody has claimed.
+            current: units that this rank has in hand.
+            now_s: seconds since the step began.
+            elapsed_s: seconds that it took this rank for `done` units.
+        """
+        remaining = len(self._pool) - claimed
+        if remaining <= 0:
+            return 0
         rank = self._group.rank
         per_s = [1 / seconds if seconds > 0 else 0.0 for seconds in self._unit_s]
         own_unit_s = elapsed_s / done if done else self._unit_s[rank]
@@ -95,20 +113,19 @@ class StepWork:
             own_left_s=current * own_unit_s,
             own_unit_s=own_unit_s,
             unit_s=self._unit_s,
-            planned_left=[max(0.0, units - elapsed_s * speed) for units, speed in zip(self._planned, per_s)],
+            planned_left=[max(0.0, units - now_s * speed) for units, speed in zip(self._planned, per_s)],
         ):
             if count == 1:
-                return
+                return 0
             count //= 2
-        self._claim = (self._group.claim(self._ledger.step, count), count)
+        return count
 
     def _receive_claim(self) -> None:
         if self._claim is None:
             return
-        work, count = self._claim
-        self._claim = None
+        work, self._claim = self._claim, None
         self._group.wait(work, "claiming work")
-        first = work.result
+        first, count = work.result
         self._taken = first + count
         units = self._pool[first : first + count]
         for unit in units:

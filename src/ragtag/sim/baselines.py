@@ -7,6 +7,7 @@ and checkpoints are written as often as is best for its failures (`sim/run.py`).
 import numpy as np
 from numpy.typing import NDArray
 
+from ragtag.control.sharing import samples_of_units
 from ragtag.plan.apportion import apportion
 from ragtag.sim.block import Block, steps_of
 from ragtag.sim.cluster import VirtualCluster
@@ -31,8 +32,10 @@ class EqualBatches:
     def attend(self, present: NDArray[np.bool_]) -> None:
         """Go on with the ranks that are `present`; the global batch stays."""
         self._present = present.copy()
-        self.shares = apportion(self._batch, present.astype(int).tolist())
-        self._compute_s, self._hidden_s = self._cluster.work_s(self.shares)
+        unit = self._cluster.unit
+        units = apportion(-(-self._batch // unit), present.astype(int).tolist())
+        self.shares = samples_of_units(units, self._batch, unit)
+        self._compute_s, self._backward_s = self._cluster.work_s(self.shares)
         self._ring = self._cluster.ring(present)
         self._waited_for = int(present.sum())
         if self._drop_slowest:
@@ -53,7 +56,7 @@ class EqualBatches:
         return steps_of(
             first,
             ends_s=ends_s,
-            hidden_s=self._hidden_s * factors,
+            backward_s=self._backward_s * factors,
             ring=self._ring,
             committed=committed,
             compute_s=compute_s,

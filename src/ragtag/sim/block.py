@@ -39,17 +39,18 @@ def steps_of(
     first: int,
     *,
     ends_s: NDArray[np.float64],
-    hidden_s: NDArray[np.float64],
+    backward_s: NDArray[np.float64],
     ring: Ring,
     committed: NDArray[np.int64],
     compute_s: NDArray[np.float64],
 ) -> Block:
     """Return the steps whose ranks end their own work at `ends_s` (minus infinity: nobody waits for them).
 
-    As in `cost/step.py`, the sum is complete at the later of two times: when the last bucket of the last rank has been
-    around the ring, and when all buckets have, one after the other, from the time the last rank had its first one,
-    `hidden_s` before its end.
+    As in `cost/reduction.py`: the sum is complete at the latest of the times at which a bucket and all behind it have
+    been around the ring, counted from when the last rank had that bucket. `backward_s` is of the last micro-batch.
     """
     last_s = ends_s.max(axis=1)
-    complete_s = np.maximum(last_s + ring.last_s, (ends_s - hidden_s).max(axis=1) + ring.first_s) + ring.vote_s
+    complete_s = ring.vote_s + np.max(
+        [(ends_s - parts * backward_s).max(axis=1) + left_s for parts, left_s in ring.lines], axis=0
+    )
     return Block(first=first, wall_s=complete_s, committed=committed, compute_s=compute_s, comm_s=complete_s - last_s)

@@ -18,19 +18,30 @@ from ragtag.core.cluster import Cluster, Device
 from ragtag.core.errors import SettingError
 from ragtag.core.profile import DeviceProfile, Profile
 from ragtag.core.speed_script import speed_at
-from ragtag.cost.comm import ring_all_reduce_s, vote_s
+from ragtag.cost.comm import vote_s
 from ragtag.cost.device import backward_s, constant_s, largest_micro_batch, time_s
 from ragtag.cost.problem import Problem, assemble, profile_from_speeds, solo_samples_per_s
-from ragtag.cost.step import num_buckets
+from ragtag.cost.reduction import bucket_rings_s, ready_parts
 from ragtag.sim.luck import hashed_names, slowdowns
 
 
 class Ring(NamedTuple):
-    """Seconds from a rank's first and from its last bucket to the complete sum, and of the vote."""
+    """What reducing takes, bucket after bucket."""
 
-    first_s: float
-    last_s: float
+    lines: tuple[tuple[NDArray[np.float64], float], ...]
+    """For each bucket: the part of each rank's last backward that is still to come when it is complete, and the seconds
+    of it and all behind it."""
     vote_s: float
+
+    @property
+    def all_s(self) -> float:
+        """Seconds of all buckets."""
+        return max(left_s for _, left_s in self.lines)
+
+    @property
+    def last_s(self) -> float:
+        """Seconds of the last bucket."""
+        return min(left_s for _, left_s in self.lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +53,7 @@ class VirtualCluster:
     jitter_per: str = "step"
     seed: int = 0
     micro_batch: int | None = None
-    """Largest number of samples in one forward; None: a rank's whole share."""
+    """Largest number of samples in one forward that is asked for; None: a rank's whole share."""
 
     @property
     def size(self) -> int:
@@ -53,6 +64,17 @@ class VirtualCluster:
     def batch(self) -> int:
         """Samples of a step."""
         return self.problem.global_batch_size
+
+    @property
+    def unit(self) -> int:
+        """Samples that are always computed together."""
+        return self.problem.model.unit
+
+    @cached_property
+    def memory(self) -> tuple[int | None, ...] | None:
+        """Most samples in one forward that each device's memory holds; None: nothing limits any."""
+        held = tuple(largest_micro_batch(rank.device) for rank in self.problem.ranks)
+        return held if self.unit == 1 and any(held) else None
 
     @cached_property
     def jitter(self) -> NDArray[np.float64]:
@@ -75,22 +97,28 @@ class VirtualCluster:
         return any(device.drift or device.flip or device.stall for device in self.devices)
 
     def work_s(self, samples: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return, without luck and script, the time of forward and backward of `samples` by rank, and how long before
-        its end a rank has its first bucket ready."""
+        """Return, without luck and script, the time of forward and backward of `samples` by rank, and of it the last
+        micro-batch's backward."""
         known, kinds = self._known_work, self._kinds
         missing = {pair for pair in zip(kinds, samples) if pair not in known}
         for kind, count in missing:
             device = self._devices_of_kind[kind]
-            size = self.micro_batch or max(1, count)
+            size = self._size(count, largest_micro_batch(device))
             last = (count - 1) % size + 1 if count else 0
-            hidden_s = (1 - 1 / num_buckets(self.problem)) * backward_s(device, last)
-            known[kind, count] = (time_s(device, count, size), hidden_s)
+            known[kind, count] = (time_s(device, count, size), backward_s(device, last))
         both = np.array([known[pair] for pair in zip(kinds, samples)])
         return both[:, 0], both[:, 1]
 
     def forwards(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Return in how many micro-batches each rank computes `samples`."""
-        return tuple([forwards(n, unit=1, micro_batch=self.micro_batch or max(1, n)) for n in samples])
+        held = self.memory or (None,) * self.size
+        return tuple([forwards(n, unit=1, micro_batch=self._size(n, most)) for n, most in zip(samples, held)])
+
+    def _size(self, samples: int, held: int | None) -> int:
+        """The largest micro-batch of a share, on a device whose memory holds so many samples."""
+        if self.unit > 1:
+            return self.unit
+        return min(self.micro_batch or max(1, samples), held or max(1, samples))
 
     def factors(self, first: int, count: int, samples: Sequence[int]) -> NDArray[np.float64]:
         """Return how many times as long as without luck and script work takes, by step (rows) and rank."""
@@ -127,16 +155,24 @@ class VirtualCluster:
     def solo_samples_per_s(self) -> NDArray[np.float64]:
         """What each device does by itself with the whole batch, under its own luck: what eta is measured against."""
         kinds = self._devices_of_kind
-        return np.array([solo_samples_per_s(device, self.batch) for device in kinds])[self._kinds]
+        return np.array([solo_samples_per_s(device, self.batch, self.unit) for device in kinds])[self._kinds]
 
     def ring(self, present: NDArray[np.bool_]) -> Ring:
         """Return what it takes the ranks `present` to add their gradients up."""
         hosts = [rank.host for rank, here in zip(self.problem.ranks, present) if here]
         if len(hosts) < 2:
-            return Ring(0.0, 0.0, 0.0)
-        buckets = num_buckets(self.problem)
-        bucket_s = ring_all_reduce_s(self.problem.model.gradient_bytes / buckets, hosts, self.problem.link)
-        return Ring(first_s=buckets * bucket_s, last_s=bucket_s, vote_s=self._vote_s)
+            return Ring(((np.zeros(self.size), 0.0),), 0.0)
+        rings_s = bucket_rings_s(self.problem, hosts)
+        left_s = np.cumsum(rings_s[::-1])[::-1]
+        # Where all are equal and come evenly, the first and the last one decide.
+        which = range(len(rings_s)) if self.problem.model.bucket_bytes else sorted({0, len(rings_s) - 1})
+        return Ring(tuple((self._still_to_come[bucket], float(left_s[bucket])) for bucket in which), self._vote_s)
+
+    @cached_property
+    def _still_to_come(self) -> NDArray[np.float64]:
+        """By bucket and rank."""
+        ready = np.array([ready_parts(self.problem, device) for device in self._devices_of_kind])
+        return 1.0 - ready[self._kinds].T
 
     @cached_property
     def _vote_s(self) -> float:
@@ -182,7 +218,7 @@ def virtual_cluster(
         batch: samples of a step; None: the profile's, or 32 a device.
         gradient_bytes: what is reduced in a step, where no profile says so.
         bucket_bytes: as `Config.bucket_bytes`; None: its default.
-        micro_batch: most samples of one forward; never more than fit into every device's memory.
+        micro_batch: most samples of one forward; never more than fit into a device's memory.
         source: names the cluster in errors.
 
     Raises:
@@ -198,13 +234,13 @@ def virtual_cluster(
         changes["bucket_bytes"] = bucket_bytes
     problem = msgspec.structs.replace(problem, **changes)
     for rank in problem.ranks:
-        most = largest_micro_batch(rank.device)
-        if most == 0:
+        most, unit = largest_micro_batch(rank.device), problem.model.unit
+        if most is not None and most < unit:
+            at_once = "one sample" if unit == 1 else f"{unit} samples"
             raise SettingError(
-                f"{source}: '{rank.name}' has no memory for training one sample "
+                f"{source}: '{rank.name}' has no memory for training {at_once} at a time "
                 f"({rank.device.capacity_bytes} bytes). Leave it out, or give it more memory."
             )
-        micro_batch = most if micro_batch is None else min(micro_batch, most or micro_batch)
     return VirtualCluster(
         problem=problem,
         devices=cluster.expanded(),
@@ -216,5 +252,5 @@ def virtual_cluster(
 
 def _costs(device: DeviceProfile) -> tuple:
     """What two devices have in common that need be looked at only once."""
-    same = (device.timings, device.optimizer_s, device.fixed_s, device.forward_part)
+    same = (device.timings, device.optimizer_s, device.fixed_s, device.forward_part, device.bucket_ready)
     return (*same, device.jitter, device.capacity_bytes, device.memory)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from ragtag.control.absence import late_s, stalled, units_without
 from ragtag.control.controller import Controller
 from ragtag.control.observation import Observation, plan_id
+from ragtag.control.pool_trial import STEPS, PoolTrial
 from ragtag.control.proposal import Limits
 from ragtag.control.pulling import choose_pool
-from ragtag.control.sharing import initial_plan
+from ragtag.control.sharing import Start, initial_plan, samples_of_units, units_per_rank
 from ragtag.core.decision import Decision
 from ragtag.sim.block import Block, steps_of
 from ragtag.sim.cluster import VirtualCluster
@@ -39,16 +40,18 @@ class FollowingSpeeds:
 
     def __init__(self, cluster: VirtualCluster, present: NDArray[np.bool_]) -> None:
         self._cluster = cluster
-        limits = Limits(micro_batch=cluster.micro_batch, caps=_caps(present))
+        limits = Limits(micro_batch=cluster.micro_batch, memory=cluster.memory, caps=_caps(present))
         plan = initial_plan(
             world_size=cluster.size,
             global_batch_size=cluster.batch,
-            unit=1,
+            unit=cluster.unit,
             micro_batch=cluster.micro_batch,
             caps=_caps(present),
+            start=Start(micro_batch=cluster.memory),
         )
         self._controller = Controller(plan, limits)
         self._plan = plan
+        self._trial = PoolTrial()
         self._base_of: tuple[int, ...] = ()
         self._watch = _FIRST_STEPS
         self._usual_step_s = 0.0
@@ -79,10 +82,11 @@ class FollowingSpeeds:
         stalls_s = self._cluster.stalls_s(first)
         away = {rank for rank, back_s in self._back_at_s.items() if back_s > now_s}
         away |= {rank for rank, share in enumerate(self._plan.shares) if share and rank in self._gone}
-        count = 1 if self._watching or stalls_s or away else min(most, _STRIDE)
+        count = 1 if self._watching or stalls_s or away else min(most, self._trial_left or _STRIDE)
         shares = np.array(self._plan.shares)
         if away:
-            shares = np.array(units_without(self._plan, int(shares.sum()), away))
+            units = units_without(self._plan, self._cluster.batch, away)
+            shares = np.array(samples_of_units(units, self._cluster.batch, self._cluster.unit))
         factors = self._cluster.factors(first, count, shares.tolist())
         block = self._quiet(first, shares, factors, pulling=bool(self._plan.pulled) and not away)
         return self._with_stalls(block, stalls_s, now_s) if stalls_s else block
@@ -90,7 +94,7 @@ class FollowingSpeeds:
     def take_over(self, first: int, rank: int, now_s: float, regroup_s: float) -> Block:
         """Return the step in which `rank` died: the others do its work on top of their own, and all reduce again."""
         return self._without(
-            self.block(first, 1, now_s).head(1), {rank}, extra_s=regroup_s + self._ring.first_s + self._ring.vote_s
+            self.block(first, 1, now_s).head(1), {rank}, extra_s=regroup_s + self._ring.all_s + self._ring.vote_s
         )
 
     def commit(self, block: Block, now_s: float) -> None:
@@ -110,7 +114,21 @@ class FollowingSpeeds:
             )
         )
         self._watch = max(self._watch - 1, _WATCHED_STEPS if decision else 0)
-        self._plan = msgspec.structs.replace(self._controller.plan, pulled=self._pool())
+        pulled, pool = bool(self._plan.pulled), self._pool()
+        # A trial compares all of its steps, of which the controller need not see each.
+        for index in range(0 if self._trial_left else len(block) - 1, len(block)):
+            self._trial = self._trial.observe(
+                step=block.first + index, wall_s=float(block.wall_s[index]), pulled=pulled, wanted=bool(pool)
+            )
+        self._plan = msgspec.structs.replace(self._controller.plan, pulled=pool if self._trial.pulls else ())
+
+    @property
+    def _trial_left(self) -> int:
+        """Steps until a trial of pulling changes over or ends; 0: none is under way."""
+        trial = self._trial
+        if trial.kept or not trial.under_way:
+            return 0
+        return STEPS - len(trial.pulled_s if trial.pulls else trial.plain_s)
 
     @property
     def _watching(self) -> bool:
@@ -122,11 +140,12 @@ class FollowingSpeeds:
         if not all(speed.level_s > 0 and len(speed.jumps) >= _LEAST_COMPARED for speed in working):
             return ()
         noise = [speed.noise if share else 0.0 for speed, share in zip(speeds, plan.shares)]
-        return choose_pool(plan, plan.shares, noise, pulling=bool(self._plan.pulled), wanted=None).pulled
+        units = units_per_rank(plan, self._cluster.batch)
+        return choose_pool(plan, units, noise, pulling=self._trial.under_way, wanted=None).pulled
 
     def _quiet(self, first: int, shares: NDArray[np.int64], factors: NDArray[np.float64], *, pulling: bool) -> Block:
         """Steps in which nobody stalls or dies."""
-        base_s, hidden_s = self._base_work(shares)
+        base_s, backward_s = self._base_work(shares)
         apply_s = np.where(self._present, self._cluster.apply_s * factors, 0.0)
         committed = np.broadcast_to(shares, factors.shape)
         compute_s = base_s * factors
@@ -135,7 +154,7 @@ class FollowingSpeeds:
         return steps_of(
             first,
             ends_s=apply_s + compute_s + self._cluster.reading_s * committed,
-            hidden_s=hidden_s * factors,
+            backward_s=backward_s * factors,
             ring=self._ring,
             committed=committed,
             compute_s=compute_s,
@@ -154,9 +173,10 @@ class FollowingSpeeds:
         factors: NDArray[np.float64],
         apply_s: NDArray[np.float64],
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        pulled = np.array(self._plan.pulled)
+        unit, batch = self._cluster.unit, self._cluster.batch
+        pulled, units = np.array(self._plan.pulled), np.array(units_per_rank(self._plan, batch))
         pool = int(pulled.sum())
-        planned_s, _ = self._cluster.work_s((shares - pulled).tolist())
+        planned_s, _ = self._cluster.work_s(np.maximum(shares - pulled * unit, 0).tolist())
         working = shares > 0
         unit_s = np.where(working, (base_s - planned_s) / np.maximum(pulled, 1), np.inf)
         if working.sum() > _CLAIMS_PLAYED:
@@ -165,18 +185,18 @@ class FollowingSpeeds:
                 np.where(working, unit_s * factors, 1.0),
                 pool,
             )
-            return shares - pulled + counts, np.where(working, ends_s - apply_s, 0.0)
+            return _samples(units - pulled + counts, batch, unit), np.where(working, ends_s - apply_s, 0.0)
         committed, compute_s = np.zeros(factors.shape, dtype=np.int64), np.zeros(factors.shape)
         ranks = np.flatnonzero(working)
-        usual = [self._controller.speeds[rank].level_s for rank in ranks]
+        usual = [self._controller.speeds[rank].level_s * unit for rank in ranks]
         for row, factor in enumerate(factors):
-            planned = (shares - pulled)[ranks]
+            planned = (units - pulled)[ranks]
             own_s = (unit_s * factor)[ranks]
             # What does not grow with the units is done before the first one.
             start_s = (apply_s[row] + planned_s * factor)[ranks] - planned * own_s
             done, ends_s = play_claims(planned.tolist(), pool, start_s.tolist(), own_s.tolist(), usual)
             committed[row, ranks], compute_s[row, ranks] = done, np.array(ends_s) - apply_s[row, ranks]
-        return committed, compute_s
+        return _samples(committed, batch, unit), compute_s
 
     def _with_stalls(self, block: Block, stalls_s: Mapping[int, float], now_s: float) -> Block:
         """Stand-ins for ranks that stall longer than is waited for; the others wait out the rest."""
@@ -196,7 +216,7 @@ class FollowingSpeeds:
         waited = steps_of(
             block.first,
             ends_s=np.where(self._present, self._cluster.apply_s, 0.0) + compute_s,
-            hidden_s=np.zeros(self._cluster.size),
+            backward_s=np.zeros(self._cluster.size),
             ring=self._ring,
             committed=block.committed,
             compute_s=compute_s,
@@ -204,7 +224,7 @@ class FollowingSpeeds:
         if not absent:
             return waited
         over_s = max(0.0, late_s(self._usual_step_s) - float(waited.wall_s[0]))
-        return self._without(waited, absent, extra_s=over_s + self._ring.first_s + self._ring.vote_s)
+        return self._without(waited, absent, extra_s=over_s + self._ring.all_s + self._ring.vote_s)
 
     def _without(self, block: Block, absent: Collection[int], extra_s: float) -> Block:
         """Take from one step what `absent` ranks computed, and let the others compute it afterwards."""
@@ -213,7 +233,8 @@ class FollowingSpeeds:
         keep = np.array([rank not in absent and rank not in self._gone for rank in range(len(before))])
         lost = int(before[~keep].sum())
         weights = np.where(keep, np.array(self._plan.shares), 0)
-        more = np.array(units_without(msgspec.structs.replace(self._plan, shares=tuple(weights.tolist())), lost, ()))
+        plan = msgspec.structs.replace(self._plan, shares=tuple(weights.tolist()))
+        more = np.array(samples_of_units(units_without(plan, lost, ()), lost, plan.unit))
         samples = np.where(keep, before, 0) + more
         assert int(samples.sum()) == total, "the others do all that was lost"
         more_s = np.where(more > 0, block.compute_s[0] / np.maximum(before, 1) * more, 0.0)
@@ -225,6 +246,16 @@ class FollowingSpeeds:
             compute_s=compute_s[None, :],
             comm_s=block.comm_s + extra_s,
         )
+
+
+def _samples(units: NDArray[np.int64], batch: int, unit: int) -> NDArray[np.int64]:
+    """Samples of units by step (rows) and rank; the last unit of the batch may be short."""
+    samples = units * unit
+    short = -batch % unit
+    if short:
+        last = samples.shape[1] - 1 - (samples[:, ::-1] > 0).argmax(axis=1)
+        samples[np.arange(len(samples)), last] -= short
+    return samples
 
 
 def _caps(present: NDArray[np.bool_]) -> tuple[int | None, ...]:

@@ -1,0 +1,69 @@
+"""What the words of `ragtag launch` mean for a run whose machines come and go: where its hub is, or is to be.
+
+The one idea: either this machine starts the run and has its hub, or it joins one; words for the one are mistakes in the
+other, and are named before anything is started.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragtag.core.config import Config
+from ragtag.core.errors import SettingError
+from ragtag.core.hub_address import hub_address
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """Where the run's hub is, or is to be."""
+
+    hub: str | None = None
+    """HOST:PORT of one that runs; None: this machine runs it."""
+    token: str = ""
+    address: str = "127.0.0.1"
+    """What a hub of this machine listens on."""
+    port: int = 0
+    run: str = "run"
+    directory: Path = Path("runs")
+    """Where a hub of this machine keeps its journal."""
+    patience_s: float = 30.0
+
+
+def elastic_request(
+    *,
+    hub: str | None = None,
+    token: str | None = None,
+    address: str | None = None,
+    port: int = 0,
+    directory: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Elastic:
+    """Return what the words of the command line ask for.
+
+    Raises:
+        SettingError: they contradict each other, or patience_s is no number; nothing was started.
+    """
+    if hub is not None and (address is not None or port or directory is not None):
+        raise SettingError("--hub joins the run of another machine; --address, --port and --run-dir are for the first.")
+    if hub is not None:
+        hub_address(hub)
+    elif token is not None:
+        raise SettingError("--token goes with --hub. To choose the token of a new run, set RAGTAG_TOKEN.")
+    token = token or environ.get("RAGTAG_TOKEN", "")
+    if hub is not None and not token:
+        raise SettingError(
+            "--hub needs the run's token: copy the whole line that `ragtag launch` printed on the first machine, or "
+            "give --token."
+        )
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Elastic(
+        hub=hub,
+        token=token or secrets.token_hex(16),
+        address=address or "127.0.0.1",
+        port=port,
+        directory=directory or Path("runs") / f"run-{now}",
+        patience_s=Config.resolve({}, environ=environ, directory=Path.cwd()).patience_s,
+    )

@@ -1,0 +1,69 @@
+"""What both ends of a connection to the hub share: the token, how silence is counted, and no second log.
+
+The one idea: a cut link shows within the patience, not within the quarter of an hour that TCP takes by default; but
+only the silence that this process was there to hear counts.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+
+from ragtag.core.errors import SettingError
+
+
+def drop_unacknowledged(sock: socket.socket, after_s: float) -> None:
+    """Let the kernel break the connection when what was sent is not acknowledged for `after_s` seconds."""
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is not None:
+        # A connection that was reset meanwhile takes no options.
+        with suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, max(1, int(after_s * 1000)))
+
+
+@cache
+def silent_logger() -> logging.Logger:
+    """A logger that writes nothing, for the WebSocket library: what matters is logged here, once and in our words."""
+    logger = logging.Logger("websockets-of-ragtag")
+    logger.addHandler(logging.NullHandler())
+    logger.setLevel(logging.CRITICAL + 1)
+    return logger
+
+
+def check_token(token: str) -> None:
+    """Raise SettingError where `token` is empty or cannot stand in an HTTP header."""
+    if not token:
+        raise SettingError(
+            "RAGTAG_TOKEN is not set, and a hub takes nobody without it. Copy the whole line that `ragtag launch` "
+            "printed on the first machine, or type `export RAGTAG_TOKEN=...` with its token."
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise SettingError("RAGTAG_TOKEN holds a blank, or a character that is no ASCII letter, digit or sign.")
+
+
+class AwakeClock:
+    """Seconds in which this process itself was running.
+
+    Whoever was frozen, or held up by its disk, must not hold the time in which it heard nobody against the others:
+    between two readings at most `longest_gap_s` seconds pass. Any thread may read it.
+    """
+
+    def __init__(self, *, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest_gap_s, self._clock = longest_gap_s, clock
+        self._read_s, self._awake_s = clock(), 0.0
+        self._lock = threading.Lock()
+        self.missed_s = 0.0
+        """Seconds that did not count, in all."""
+
+    def __call__(self) -> float:
+        """Return the seconds since the first reading."""
+        with self._lock:
+            now_s = self._clock()
+            counted_s = min(now_s - self._read_s, self._longest_gap_s)
+            self._awake_s += counted_s
+            self.missed_s += now_s - self._read_s - counted_s
+            self._read_s = now_s
+            return self._awake_s

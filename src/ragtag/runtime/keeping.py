@@ -1,0 +1,196 @@
+"""A run that keeps its own checkpoints: it goes on from the newest one, writes more, and ends with one.
+
+The one idea: between two steps nothing is in flight, so rank 0 can write what all ranks hold without a word to them;
+when, the votes have said (`boundary.py`). Only at the end do ranks wait for each other, until it is on disk.
+"""
+
+import logging
+import os
+import secrets
+import signal
+import time
+from typing import Protocol
+
+from ragtag.checkpoint.directory import Directory, History, Mark
+from ragtag.checkpoint.storage import open_storage
+from ragtag.checkpoint.tree import flatten
+from ragtag.comm import process_exit
+from ragtag.comm.elastic import ElasticGroup
+from ragtag.core.errors import CheckpointError, RagtagError, SettingError
+from ragtag.runtime import resuming, state
+from ragtag.runtime.boundary import Boundary
+from ragtag.runtime.run import Run
+from ragtag.runtime.script import ScriptPosition
+from ragtag.runtime.stop_signals import Stopped, StopSignals, tell_launcher
+
+log = logging.getLogger("ragtag")
+
+
+class Keeper(Protocol):
+    """Who is asked between two steps."""
+
+    def at_boundary(self) -> None:
+        """Do what the votes have decided. Raises Stopped on every rank where they end."""
+        ...
+
+    def next_history(self) -> History | None:
+        """The history of what follows a state that is loaded by hand, the same on every rank: a call of the group."""
+        ...
+
+    def loaded(self, history: History | None) -> None:
+        """All ranks have loaded a state by hand: `history` begins."""
+        ...
+
+    def close(self) -> None:
+        """Give the signals back."""
+        ...
+
+
+class NotKept:
+    """No `checkpoint` is set: nothing is automatic."""
+
+    def at_boundary(self) -> None:
+        """Do nothing."""
+
+    def next_history(self) -> None:
+        """There is none."""
+
+    def loaded(self, history: History | None) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def begin(run: Run, script: ScriptPosition) -> None:
+    """Go on from the newest checkpoint where there is one, with all ranks; nothing to do for a run that keeps none.
+
+    Raises:
+        SettingError: when to keep is set, but not where.
+        CheckpointError: on every rank alike: the directory cannot be used, nothing in it can be read, it is another
+            run's, or `state` holds something that no checkpoint can.
+    """
+    config, group = run.config, run.group
+    if config.checkpoint is None:
+        if config.checkpoint_every_steps is not None:
+            raise SettingError(
+                f"checkpoint_every_steps={config.checkpoint_every_steps} says when, but nothing says where. "
+                f"Add Config(checkpoint=DIRECTORY) or RAGTAG_CHECKPOINT."
+            )
+        return
+    directory = Directory(open_storage(config.checkpoint))
+    flatten(state.collect(run, script.state_dict()))  # better now than after ten minutes
+    state.on_rank(0, group, "prepare checkpoints", directory.prepare)
+    found = resuming.read_newest(run, directory) if config.resume else None
+    if found is None:
+        run.history = _new_history(run)
+        return
+    state.restore(run, found.tree, directory.where(found.mark))
+    script.load_state_dict(found.tree["script"], committed=found.tree["committed"], replay=True)
+    if group.rank == 0:
+        log.info("going on from %s: %d steps are done", directory.where(found.mark), run.committed)
+    run.history = History(run=found.mark.run, generation=found.newest_generation + 1, bad=found.bad)
+
+
+def keeper(run: Run, script: ScriptPosition) -> Keeper:
+    """Return who keeps checkpoints of `run` from now on, under the names that its history gives them."""
+    return NotKept() if run.history is None else Keeping(run, script)
+
+
+class Keeping:
+    """Writes checkpoints at step boundaries, and hears Ctrl-C and SIGTERM."""
+
+    def __init__(self, run: Run, script: ScriptPosition) -> None:
+        config, group = run.config, run.group
+        assert config.checkpoint is not None, "who keeps no checkpoints has no history"
+        self._run, self._script = run, script
+        self._directory = Directory(open_storage(config.checkpoint))
+        self._last: Mark | None = None
+        run.boundary = Boundary(every_s=config.checkpoint_every_s, every_steps=config.checkpoint_every_steps)
+        self._signals = StopSignals(run.boundary, group.patience_s, self._given_up)
+        if os.environ.get("RAGTAG_GUEST") != "1":  # there Ctrl-C is for one machine, and the others go on
+            self._signals.install()
+        tell_launcher(os.environ, group.patience_s)
+
+    def at_boundary(self) -> None:
+        """Write a checkpoint if one is due; end where a signal has asked for it, with one."""
+        run, boundary = self._run, self._run.boundary
+        if boundary.stop_agreed:
+            self._stop(signal.Signals(boundary.stop_agreed))
+        if boundary.save_agreed:
+            if run.group.rank == 0:
+                try:
+                    self._save()
+                except CheckpointError as error:
+                    log.warning("step %d: %s Training goes on without this checkpoint.", run.committed, error)
+            boundary.saved()
+
+    def next_history(self) -> History:
+        """What comes now does not follow from what this run has kept, so it gets names of its own."""
+        return _new_history(self._run)
+
+    def loaded(self, history: History | None) -> None:
+        """`history` begins."""
+        self._run.history, self._last = history, None
+
+    def close(self) -> None:
+        """Give the signals back."""
+        self._signals.close()
+
+    def _save(self) -> Mark:
+        run, history = self._run, self._run.history
+        assert history is not None
+        mark = Mark(run=history.run, generation=history.generation + run.generation, step=run.committed)
+        if mark != self._last:
+            run.group.note(run.committed, f"writing the checkpoint {mark.name}")
+            tree = state.collect(run, self._script.state_dict())
+            self._directory.save(mark, tree, keep=run.config.checkpoint_keep, bad=history.bad)
+            self._last = mark
+            if isinstance(run.group, ElasticGroup):
+                run.group.checkpointed(run.committed, self._directory.where(mark))
+            log.info("step %d: saved %s", run.committed, self._directory.where(mark))
+        return mark
+
+    def _stop(self, number: signal.Signals) -> None:
+        run, group = self._run, self._run.group
+        self._signals.reached_boundary()
+        group.note(run.committed, "waiting for the last checkpoint")
+        try:
+            mark = state.on_rank(0, group, "last checkpoint", self._save)
+            if mark is not None:
+                log.warning(
+                    "stopped by %s after step %d, which is saved in %s; the same command goes on from there.",
+                    number.name,
+                    run.committed,
+                    self._directory.where(mark),
+                )
+        except CheckpointError as error:
+            if group.rank == 0:
+                log.error("stopped by %s after step %d: %s %s", number.name, run.committed, error, self._newest())
+        process_exit.ending_with(128 + number)
+        raise Stopped(128 + number)
+
+    def _given_up(self, number: signal.Signals) -> None:
+        """No step boundary has come; on a thread of the signals'."""
+        group = self._run.group
+        said = (
+            f"rank {group.rank} ({group.hosts[group.rank]}) was to end by {number.name}, but no step ended within "
+            f"patience_s = {group.patience_s:g} s (step {group.step}, {group.doing}), so it ends without a new "
+            f"checkpoint; what was kept before is in {self._directory.address}"
+        )
+        log.warning("%s.", said)
+        process_exit.ending_with(128 + number)
+        group.announce_failure(RagtagError(said), group.doing)
+
+    def _newest(self) -> str:
+        try:
+            pointer = self._directory.pointer()
+        except RagtagError:
+            pointer = None
+        return "There is none yet." if pointer is None else f"The newest is {self._directory.where(pointer)}."
+
+
+def _new_history(run: Run) -> History:
+    """A name that no other run has, later than those of runs that began before; the same on every rank."""
+    own = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+    return History(run=run.group.gather("name of the run", own)[0])
