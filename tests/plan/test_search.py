@@ -186,6 +186,7 @@ def test_no_other_subset_of_ten_devices_is_a_percent_faster(case):
     if found is None:
         assert best_s is None
         return
+    assert best_s is not None
     prediction = predict_on(case, found)
     assert fits(prediction)
     assert sum(part.samples for part in found.parts) == case.global_batch_size
