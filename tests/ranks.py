@@ -25,7 +25,10 @@ from ragtag.core.errors import PeerError
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RAGTAG_STORE_FD")
 _context = multiprocessing.get_context("forkserver")
 # pytest too: a child imports the main module of its parent.
-_context.set_forkserver_preload(["torch", "pytest", "hypothesis", "ragtag.comm.rendezvous", "tests.ranks"])
+# torch._dynamo is what the first optimizer imports, which takes a second.
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "pytest", "hypothesis", "ragtag.runtime.trainer", "tests.ranks"]
+)
 
 
 class RankDied(Exception):

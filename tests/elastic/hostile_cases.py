@@ -49,12 +49,16 @@ class Case:
     faults: tuple[Fault, ...] = ()
     steps: int = 12
     pause_s: float = 0.0
-    """After each step, until there were `until` workers."""
-    until: int = 100
+    """After each step, until worker `until` has done one."""
+    until: str = "nobody"
     by_unit: bool = False
     optimizer: str = "AdamW"
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    def pause(self) -> None:
+        if not Path(os.environ.get("CREW_DIRECTORY", ""), f"{self.until}.step").exists():
+            time.sleep(self.pause_s)
 
 
 class Places:
@@ -190,13 +194,12 @@ def train(case: Case) -> dict[str, Any]:
             config=ragtag.Config(**{"patience_s": 4.0, **case.settings}),
             **case.arguments,
         )
-        reports, waits = [], True
+        reports = []
         for report in trainer.steps(case.steps):
             average.update(model)
             reports.append((report.number, report.loss, report.lr, bool(report.skipped), len(report.shares)))
             tell_step(report.number)
-            waits = waits and len(report.shares) < case.until
-            time.sleep(case.pause_s if waits else 0.0)
+            case.pause()
         score = float(trainer.evaluate(Data(False), cross_entropy))
         trainer.close()
     values = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers(), *average.values)]
@@ -214,8 +217,3 @@ def same(result: Any, reference: dict[str, Any], *, first: int = 1) -> None:
     for mine, expected in zip(result["reports"], expected_reports):
         assert mine[1:3] == pytest.approx(expected[1:3], abs=1e-9, nan_ok=True), (mine, expected)
         assert mine[3] == expected[3]
-
-
-def sees(directory: Path, name: str) -> int:
-    file = directory / f"{name}.step"
-    return int(file.read_text() or 0) if file.exists() else 0

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +115,29 @@ def test_shares_follow_speed_and_each_report_names_the_plan_its_step_ran_under()
         assert after.plan_id == first.plan.id
         assert after.shares == first.plan.shares
         assert after.shares[0] > 30
+
+
+def train_from_the_same_state_again(directory):
+    model = cases.mlp()
+    config = ragtag.Config(pull=True, micro_batch=2)
+    trainer = ragtag.Trainer(
+        model, cases.adam(model), cases.mean_squares, cases.regression(61), global_batch_size=24, config=config
+    )
+    path, losses, pulled = Path(directory, "state.safetensors"), [], 0
+    list(trainer.steps(6))
+    trainer.save(path)
+    for _ in range(3):
+        losses.append([])
+        for report in trainer.steps(6):
+            losses[-1].append(report.loss)
+            pulled += bool(trainer.plan.pulled)
+        trainer.load(path, replay=False)
+    trainer.close()
+    return losses, pulled
+
+
+def test_steps_that_are_done_again_after_a_load_are_pulled_anew(tmp_path):
+    for losses, pulled in run_ranks(3, train_from_the_same_state_again, str(tmp_path)):
+        assert pulled
+        for again in losses[1:]:
+            assert again == pytest.approx(losses[0], rel=1e-10)

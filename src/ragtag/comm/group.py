@@ -95,8 +95,8 @@ class Group(Protocol):
         """Return every rank's JSON-able value, by rank. Raises DisagreementError when names differ."""
         ...
 
-    def claim(self, step: int, decide: Callable[[int], int]) -> Work:
-        """Queue a claim from the pool of `step`; the work's result is (how many were claimed before, how many it
+    def claim(self, serial: int, decide: Callable[[int], int]) -> Work:
+        """Queue a claim from pool number `serial`; the work's result is (how many were claimed before, how many it
         claims).
 
         `decide` is told how many are claimed, and returns how many more to claim; it runs on another thread.
@@ -178,7 +178,7 @@ class SoloGroup:
         """Return the value as JSON gives it back, as with more ranks."""
         return (msgspec.json.decode(msgspec.json.encode(value)),)
 
-    def claim(self, step: int, decide: Callable[[int], int]) -> Work:
+    def claim(self, serial: int, decide: Callable[[int], int]) -> Work:
         """Refuse: there is nobody to pull work from."""
         raise AssertionError("one rank has all the work already")
 

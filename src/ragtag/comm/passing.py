@@ -101,9 +101,9 @@ class PassingGroup:
         with self._translating():
             return self._group.gather(name, value)
 
-    def claim(self, step: int, decide: Callable[[int], int]) -> Work:
-        """Queue a claim from the pool of `step`."""
-        return self._group.claim(step, decide)
+    def claim(self, serial: int, decide: Callable[[int], int]) -> Work:
+        """Queue a claim from pool number `serial`."""
+        return self._group.claim(serial, decide)
 
     def post(self, name: str) -> Work:
         """Queue a note for all ranks."""

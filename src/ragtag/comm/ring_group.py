@@ -146,9 +146,9 @@ class RingGroup:
             )
         return tuple(msgspec.json.decode(each) for each in self._meet(f"gather/{name!r}", doing, doing, content))
 
-    def claim(self, step: int, decide: Callable[[int], int]) -> Work:
-        """Queue a claim from the pool of `step`; its result is (how many were claimed before, how many it claims)."""
-        key = f"claimed/{step}"
+    def claim(self, serial: int, decide: Callable[[int], int]) -> Work:
+        """Queue a claim from pool number `serial`; its result is (how many were claimed before, how many it claims)."""
+        key = f"claimed/{serial}"
 
         def job() -> tuple[int, int]:
             # Decided on what the others have claimed by now: what was known at the last claim is long out of date.
@@ -157,7 +157,7 @@ class RingGroup:
             if count > 0:
                 claimed = self._claims_store.add(key, count) - count
             if self.rank == 0:
-                self._claims_store.delete_key(f"claimed/{step - 2}")  # everybody has voted on that step
+                self._claims_store.delete_key(f"claimed/{serial - 2}")  # everybody has voted on that step
             return claimed, count
 
         return self._on_claims(job)
@@ -327,6 +327,9 @@ class RingGroup:
             },
         )
         if peers.fatal is not None and not hosts_store:
+            if watch.listening:  # this rank alone knows that the group is over, and only news ends that thread
+                watch.ending = True
+                watch.report(left, min(_FAREWELL_S, self.patience_s / 2))
             return
         watch.ending = not hosts_store
         posted = watch.report(left, min(_FAREWELL_S, self.patience_s))

@@ -65,6 +65,11 @@ class PeerWatch:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def listening(self) -> bool:
+        """Whether the listening thread has not ended."""
+        return self._threads[-1].is_alive()
+
     def report(self, notice: Notice, timeout_s: float) -> bool:
         """Append `notice` to the log; return whether that was done within `timeout_s` seconds."""
         if self._peers.store_failed_s is not None:

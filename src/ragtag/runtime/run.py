@@ -183,8 +183,15 @@ class Run:
     def work_of(self, ledger: Ledger) -> StepWork:
         """This rank's micro-batches of a step: planned, and pulled where the plan has a pool."""
         unit_s = [] if self.controller is None else [speed.level_s * self.plan.unit for speed in self.controller.speeds]
-        pulled = self.plan.pulled
-        return StepWork(ledger, self.group, self.plan, by_unit=self.by_unit, pulled=pulled, unit_s=unit_s)
+        return StepWork(
+            ledger,
+            self.group,
+            self.plan,
+            by_unit=self.by_unit,
+            pulled=self.plan.pulled,
+            unit_s=unit_s,
+            serial=self.num_settled,
+        )
 
     def read(self, ledger: Ledger, units: Sequence[int]) -> Any:
         """The samples of a micro-batch, collated; units that were pulled are asked for now."""

@@ -25,6 +25,8 @@ class StepWork:
         pulled: how many of its last units each rank puts into the pool; empty: none.
         unit_s: seconds a unit takes, by rank, to decide what to claim; needed with a pool.
         by_unit: every micro-batch is exactly one unit.
+        serial: how many steps were agreed on before, the same on every rank: whose claims they are. A step's number
+            comes again after a `load`, and what was claimed then must not count.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class StepWork:
         by_unit: bool,
         pulled: Sequence[int] = (),
         unit_s: Sequence[float] = (),
+        serial: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._ledger, self._group, self._plan, self._by_unit = ledger, group, plan, by_unit
-        self._unit_s = unit_s
+        self._unit_s, self._serial = unit_s, serial
         self._clock = clock
         self._pool: list[int] = []
         self._planned = [len(ledger.todo(rank)) for rank in range(ledger.world_size)]
@@ -88,7 +91,7 @@ class StepWork:
         def decide(claimed: int) -> int:
             return self._how_many(claimed, current, elapsed_s + self._clock() - asked_s, elapsed_s, done)
 
-        self._claim = self._group.claim(self._ledger.step, decide)
+        self._claim = self._group.claim(self._serial, decide)
 
     def _how_many(self, claimed: int, current: int, now_s: float, elapsed_s: float, done: int) -> int:
         """How many units to claim, of which `claimed` are gone: none that this rank would finish too late.
