@@ -144,7 +144,9 @@ def test_the_users_code_gets_ten_times_the_patience():
     assert hub.state.preparing is None
 
 
-@pytest.mark.parametrize(("doing", "seconds"), [("forward and backward", 30), ("your code", 300)])
+@pytest.mark.parametrize(
+    ("doing", "seconds"), [("forward and backward", 30), ("your code", 300), ("writing the checkpoint x", 300)]
+)
 def test_a_member_that_does_not_come_is_given_up(doing, seconds):
     hub = Script().trained("abc")
     hub.closed("c")

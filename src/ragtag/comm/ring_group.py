@@ -180,7 +180,15 @@ class RingGroup:
     def _on_claims(self, job: Callable[[], Any]) -> Work:
         if self._claims is None:
             self._claims = Channel("claims", self._bell.condition)
-        return self._claims.submit(job)
+
+        def asking() -> Any:
+            try:
+                return job()
+            except RuntimeError as error:  # what the store's client raises once its host is gone
+                text = f"its store, {self._peers.store_name}, does not answer ({described(error)})"
+                raise TransportError(text, peer=self._peers.store_rank) from error
+
+        return self._claims.submit(asking)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""

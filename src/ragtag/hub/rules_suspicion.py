@@ -12,8 +12,8 @@ from ragtag.hub.rules_state import HubState, Preparing, Quarrel, Worker
 
 READING_DATA = "reading data"
 """What `Beat.doing` begins with while a worker reads its samples."""
-USER_CODE = ("your code", "the script's own code", "starting")
-"""What it begins with while a worker runs the user's script."""
+USER_CODE = ("your code", "the script's own code", "starting", "trying the loss", "writing the checkpoint")
+"""What it begins with while a worker runs the user's script, or does what takes as long as it takes."""
 _COMPUTING = ("forward and backward", "evaluating")
 _SLOW = 10
 """Multiples of the patience for work that nobody can bound, with live heartbeats."""
