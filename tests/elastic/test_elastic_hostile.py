@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import ragtag
-from ragtag.core.errors import SettingError
+from ragtag.core.errors import PeerLost, SettingError
 from tests.elastic.crew import Crew, tell_step
 from tests.elastic.hostile_cases import Case, Data, Fault, cross_entropy, network, places, same, sample, train
-from tests.ranks import solo
+from tests.ranks import join, run_ranks, solo
 
 KITCHEN_SINK: dict[str, Any] = {
     "by_unit": True,
@@ -477,3 +477,21 @@ def test_nothing_is_left_of_generations_that_are_over(tmp_path: Path) -> None:
                 assert result["groups"] == 3
                 assert result["alive"] == 0, result
                 assert len(result["threads"]) == len(set(result["threads"])), result
+
+
+def look_for_notes() -> Any:
+    group = join(PATIENCE_S)
+    group.wait(group.posted("nothing"), "looking for notes")
+    group.barrier("both have looked")
+    if group.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    end_s = time.monotonic() + 10.0
+    while time.monotonic() < end_s:
+        group.wait(group.posted("nothing"), "looking for notes")
+    return "nobody was lost"
+
+
+def test_who_asks_the_store_of_a_worker_that_was_killed_has_lost_that_worker() -> None:
+    _, error = run_ranks(2, look_for_notes, expect_failures=True)
+    assert isinstance(error, PeerLost), error
+    assert error.rank == 0

@@ -1,16 +1,19 @@
 """A worker is lost at every place where a generation forms, and at random places of everything: only run when asked."""
 
+import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import ragtag
 from ragtag.comm.elastic import Evicted, RunOver
 from tests.elastic.crew import Crew
-from tests.elastic.hostile_cases import Case, Fault, same, train
+from tests.elastic.hostile_cases import Case, Data, Fault, cross_entropy, network, places, same, sample, train
 from tests.ranks import solo
 
 pytestmark = pytest.mark.long
@@ -102,3 +105,103 @@ def test_workers_are_lost_at_random_places(tmp_path: Path, seed: int) -> None:
     for name, result in results.items():
         outcome_is_sound(name, result, reference)
     same(results["a"], reference)
+
+
+def slow_in_the_body(case: Case) -> Any:
+    """Worker `b` takes longer than the patience between two steps, and what `a` raises then ends all."""
+    model = network(False)
+    with places(case.faults):
+        trainer = ragtag.Trainer(
+            model,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+            cross_entropy,
+            Data(False),
+            global_batch_size=16,
+            config=ragtag.Config(patience_s=2.0),
+        )
+        for report in trainer.steps(case.steps):
+            if report.number == 4 and os.environ.get("RAGTAG_WORKER") == "b":
+                time.sleep(5.0)
+            if report.number == 8 and os.environ.get("RAGTAG_WORKER") == "a" and case.settings.get("fails"):
+                raise ValueError("a mistake of the script")
+        trainer.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_worker_is_lost_while_another_one_runs_the_script(tmp_path: Path, fails: bool) -> None:
+    case = Case(steps=10, faults=(Fault(name="c", place="before exchanging votes", nth=5),), settings={"fails": fails})
+    reference = solo(slow_in_the_body, Case(steps=10))
+    with Crew(tmp_path, expected=3, patience_s=2.0) as crew:
+        for name in "abc":
+            crew.start(name, slow_in_the_body, case)
+        results = crew.results()
+        assert results["c"] == -signal.SIGKILL
+        for name in "ab":
+            if fails:
+                assert "a mistake of the script" in str(results[name])
+            else:
+                for one, other in zip(results[name], reference):
+                    torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+class Slow:
+    """Takes 2 ms a sample, and once much longer on worker `b`."""
+
+    number = 0
+
+    def __len__(self) -> int:
+        return len(Data(False))
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        if self.number == 9 and os.environ.get("RAGTAG_WORKER") == "b":
+            self.number = -1
+            time.sleep(1.0)
+        return sample(index)
+
+
+def stall_for_a_while(case: Case) -> Any:
+    model, data = network(False), Slow()
+
+    def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(0.003 * len(batch[0]))
+        return cross_entropy(model, batch)
+
+    with places(case.faults):
+        trainer = ragtag.Trainer(
+            model,
+            lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+            loss_fn,
+            data,
+            global_batch_size=16,
+            config=ragtag.Config(patience_s=4.0, check_replicas_every=1),
+        )
+        stood_in, reports = False, []
+        for report in trainer.steps(24):
+            data.number = report.number + 1 if data.number >= 0 else -1
+            stood_in |= bool(trainer._run.absent)
+            reports.append((report.number, report.loss))
+        trainer.close()
+    return [p.detach().clone() for p in model.parameters()], reports, stood_in
+
+
+@pytest.mark.parametrize("place", ["before apply", "before voting", "after voting", "before exchanging votes"])
+@pytest.mark.parametrize("nth", [9, 10, 12])
+def test_a_worker_is_lost_while_a_stand_in_acts_for_another_one(tmp_path: Path, place: str, nth: int) -> None:
+    nth = 2 * nth if place == "before exchanging votes" else nth  # replicas are compared too
+    values, expected, _ = solo(stall_for_a_while, Case())
+    case = Case(faults=(Fault(name="c", place=place, nth=nth),))
+    with Crew(tmp_path, expected=4, patience_s=4.0) as crew:
+        for name in "abcd":
+            crew.start(name, stall_for_a_while, case)
+        results = crew.results()
+        assert results["c"] == -signal.SIGKILL
+        for name in "abd":
+            assert isinstance(results[name], tuple), results
+            assert [number for number, _ in results[name][1]] == [number for number, _ in expected]
+            losses = [loss for _, loss in results[name][1]]
+            assert losses == pytest.approx([loss for _, loss in expected], abs=1e-9)
+            for one, other in zip(results[name][0], values):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+        print([results[name][2] for name in "abd"])
