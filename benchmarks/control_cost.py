@@ -83,17 +83,7 @@ def worker(arguments: argparse.Namespace) -> None:
     bare(), full()  # warm-up
     pairs = [(bare(), full()) for _ in range(arguments.rounds)]
     if trainer.rank == 0:
-        costs = [(b - a) / a for a, b in pairs]
-        row = {
-            "workers": world_size,
-            "pinned": arguments.pinned,
-            "bare_step_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
-            "ragtag_step_ms": round(statistics.median(b for _, b in pairs) * 1e3, 2),
-            "cost_median": round(statistics.median(costs), 4),
-            "cost_min": round(min(costs), 4),
-            "cost_max": round(max(costs), 4),
-            "rounds": arguments.rounds,
-        }
+        row = {"workers": world_size, "pinned": arguments.pinned, **compared("bare", "ragtag", pairs)}
         if arguments.json:
             print(json.dumps(row))
         else:
@@ -104,21 +94,40 @@ def worker(arguments: argparse.Namespace) -> None:
     trainer.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """What both benchmarks of sleeping steps ask for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--compute-ms", type=float, default=50.0)
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def compared(first: str, second: str, pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """Step times of two ways, in pairs of seconds, and what the second costs more, as a part of the first."""
+    costs = [(b - a) / a for a, b in pairs]
+    return {
+        f"{first}_step_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
+        f"{second}_step_ms": round(statistics.median(b for _, b in pairs) * 1e3, 2),
+        "cost_median": round(statistics.median(costs), 4),
+        "cost_min": round(min(costs), 4),
+        "cost_max": round(max(costs), 4),
+        "rounds": len(pairs),
+    }
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--pinned", action="store_true", help="pin the shares: timings, vote and hash, no following of speeds"
     )
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if "RAGTAG_LAUNCHED" in os.environ:
         worker(arguments)
         return
-    launch = [sys.executable, "-m", "ragtag.cli.main", "launch", "--local", str(arguments.workers)]
+    launch = [sys.executable, "-m", "ragtag.cli.main", "launch", "--fixed", "--local", str(arguments.workers)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     raise SystemExit(subprocess.run([*launch, __file__, *sys.argv[1:]], env=environ).returncode)
 

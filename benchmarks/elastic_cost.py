@@ -10,14 +10,13 @@ is shown beside.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
 import torch
-from control_cost import Sleeper, mean
+from control_cost import Sleeper, compared, mean, parser_of
 from torch.utils.data import TensorDataset
 
 import ragtag
@@ -56,17 +55,7 @@ def worker(arguments: argparse.Namespace) -> None:
         times = {elastic: block(elastic) for elastic in order}
         pairs.append((times[False], times[True]))
     if trainer.rank == 0:
-        costs = [(b - a) / a for a, b in pairs]
-        row = {
-            "workers": world_size,
-            "fixed_step_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
-            "elastic_step_ms": round(statistics.median(b for _, b in pairs) * 1e3, 2),
-            "cost_median": round(statistics.median(costs), 4),
-            "cost_min": round(min(costs), 4),
-            "cost_max": round(max(costs), 4),
-            "target": 0.03,
-            "rounds": arguments.rounds,
-        }
+        row = {"workers": world_size, **compared("fixed", "elastic", pairs), "target": 0.03}
         if arguments.json:
             print(json.dumps(row))
         else:
@@ -80,13 +69,7 @@ def worker(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--compute-ms", type=float, default=50.0)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     if "RAGTAG_LAUNCHED" in os.environ:
         worker(arguments)
         return

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragtag.doctor.bounded import each, within
+from ragtag.core.within import within
+from ragtag.doctor.bounded import each
 from ragtag.doctor.caller import CALL_TIMEOUT_S, call
 from ragtag.doctor.examine import examine
 from ragtag.doctor.frames import (

@@ -28,6 +28,15 @@ from tests.elastic.crew import tell_step
 
 SAMPLES = 96
 
+PATIENCE_S = 4.0
+SINK: dict[str, Any] = {
+    "by_unit": True,
+    "optimizer": "SGD",
+    "settings": {"pull": True, "unit": 4, "check_replicas_every": 1},
+    "arguments": {"loader": {"num_workers": 1, "multiprocessing_context": "fork"}},
+}
+"""What a run is made with that uses everything."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -173,6 +182,28 @@ def cross_entropy(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+def trainer_of(
+    model: torch.nn.Module,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    loss_fn: Any = cross_entropy,
+    data: Any = None,
+    *,
+    patience_s: float = PATIENCE_S,
+    settings: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> ragtag.Trainer:
+    """A trainer of 16 samples a step, at a learning rate of 0.05."""
+    return ragtag.Trainer(
+        model,
+        lambda parameters: optimizer(parameters, lr=0.05),  # pyright: ignore[reportCallIssue]  # each of torch's has one
+        loss_fn,
+        Data(False) if data is None else data,
+        global_batch_size=16,
+        config=ragtag.Config(patience_s=patience_s, **(settings or {})),
+        **arguments,
+    )
+
+
 def train(case: Case) -> dict[str, Any]:
     """Train with everything that has to survive; return it, the reports and the places passed."""
     model = network(case.by_unit)
@@ -191,7 +222,7 @@ def train(case: Case) -> dict[str, Any]:
             clip_norm=0.5,
             scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7),
             state={"average": average},
-            config=ragtag.Config(**{"patience_s": 4.0, **case.settings}),
+            config=ragtag.Config(**{"patience_s": PATIENCE_S, **case.settings}),
             **case.arguments,
         )
         reports = []

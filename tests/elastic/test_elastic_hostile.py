@@ -17,25 +17,23 @@ import torch
 import ragtag
 from ragtag.core.errors import PeerLost, SettingError
 from tests.elastic.crew import Crew, tell_step
-from tests.elastic.hostile_cases import Case, Data, Fault, cross_entropy, network, places, same, sample, train
+from tests.elastic.hostile_cases import (
+    PATIENCE_S,
+    SINK,
+    Case,
+    Data,
+    Fault,
+    cross_entropy,
+    network,
+    places,
+    same,
+    sample,
+    train,
+    trainer_of,
+)
 from tests.ranks import join, run_ranks, solo
 
-KITCHEN_SINK: dict[str, Any] = {
-    "by_unit": True,
-    "optimizer": "SGD",
-    "settings": {"pull": True, "unit": 4, "check_replicas_every": 1},
-    "arguments": {"loader": {"num_workers": 1, "multiprocessing_context": "fork"}},
-}
-PATIENCE_S = 4.0
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """References are computed here; threads that wait for each other would make small models slow."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextmanager
@@ -57,7 +55,7 @@ def wait_for(file: Path, timeout: float = 60.0) -> None:
 def test_one_worker_has_applied_a_step_that_another_only_holds(tmp_path: Path, number: int) -> None:
     kill = Fault(name="c", place="before apply", nth=number)
     tear = Fault(name="b", place="after voting", nth=number, act="tear")
-    case = Case(steps=12, faults=(kill, tear), **KITCHEN_SINK)
+    case = Case(steps=12, faults=(kill, tear), **SINK)
     reference = solo(train, case)
     assert bool(reference["reports"][number - 1][3]) == (number == 8)
     with crew_of(tmp_path, "abc", train, case) as crew:
@@ -143,14 +141,7 @@ class Script:
                 time.sleep(0.25 if len(report.shares) < wanted else 0.0)
 
         with places(self.faults) as here:
-            trainer = ragtag.Trainer(
-                model,
-                lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-                cross_entropy,
-                Data(False),
-                global_batch_size=16,
-                config=ragtag.Config(patience_s=PATIENCE_S),
-            )
+            trainer = trainer_of(model, torch.optim.AdamW)
             done.append(("before", float(trainer.evaluate(Data(False), cross_entropy))))
             trainer.save(self.directory / "first.safetensors")
             for _ in range(4):
@@ -244,15 +235,7 @@ def train_in_little_memory(case: Case) -> Any:
     loss = Greedy()
     model = network(False)
     with places(case.faults):
-        trainer = ragtag.Trainer(
-            model,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-            loss,
-            Data(False),
-            global_batch_size=16,
-            shares=case.arguments.get("shares"),
-            config=ragtag.Config(patience_s=PATIENCE_S),
-        )
+        trainer = trainer_of(model, loss_fn=loss, shares=case.arguments.get("shares"))
         loss.number = lambda: trainer._run.committed + 1
         loss.counting = True
         sizes, decisions = [], []
@@ -295,15 +278,7 @@ def test_what_memory_was_found_to_hold_is_known_after_a_worker_was_lost(tmp_path
 def train_and_freeze(case: Case) -> Any:
     model = network(True)
     with places(case.faults):
-        trainer = ragtag.Trainer(
-            model,
-            lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-            cross_entropy,
-            Data(False),
-            global_batch_size=16,
-            shuffle=False,
-            config=ragtag.Config(patience_s=PATIENCE_S, unit=4),
-        )
+        trainer = trainer_of(model, torch.optim.AdamW, shuffle=False, settings={"unit": 4})
         first = None
         for report in trainer.steps(case.steps):
             first = first or report.number
@@ -345,6 +320,7 @@ class Stalling:
         run = self.run
         if run is not None and run.committed > 8 and (self.directory / "coming").exists():
             self.run, end_s = None, time.monotonic() + 20.0
+            (self.directory / "stalled").touch()
             while time.monotonic() < end_s and not any(ballot.regroup for ballot in run.in_hand.ballots):
                 time.sleep(0.005)
             (self.directory / f"behind {run.in_hand.number - run.committed}").touch()
@@ -360,14 +336,10 @@ def train_and_stall(directory: Path, until: int) -> Any:
 
     if name == "d":
         (directory / "coming").touch()
-    trainer = ragtag.Trainer(
-        model,
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-        loss_fn,
-        data,
-        global_batch_size=16,
-        config=ragtag.Config(patience_s=10.0),
-    )
+        end_s = time.monotonic() + 20.0
+        while not (directory / "stalled").exists() and time.monotonic() < end_s:
+            time.sleep(0.005)
+    trainer = trainer_of(model, torch.optim.AdamW, loss_fn, data, patience_s=10.0)
     data.run = trainer._run if name == "b" else None
     numbers = []
     for report in trainer.steps(200 if until else 1):
@@ -409,15 +381,8 @@ def train_slowly(case: Case) -> Any:
 
     trainer: Any = None
     with places(case.faults):
-        trainer = ragtag.Trainer(
-            model,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-            loss_fn,
-            Data(False),
-            global_batch_size=16,
-            shares=(6, 5, 5) if os.environ.get("RAGTAG_WORKER") else None,
-            config=ragtag.Config(patience_s=PATIENCE_S, micro_batch=1),
-        )
+        shares = (6, 5, 5) if os.environ.get("RAGTAG_WORKER") else None
+        trainer = trainer_of(model, loss_fn=loss_fn, shares=shares, settings={"micro_batch": 1})
         for report in trainer.steps(5):
             tell_step(report.number)
         trainer.close()
@@ -436,14 +401,7 @@ def test_a_worker_with_much_own_work_hears_between_two_pieces_that_another_was_l
 def train_and_look_back(directory: Path) -> Any:
     """Lose the last worker of four, then of three; the others look what is left before any of them ends."""
     groups = []
-    trainer = ragtag.Trainer(
-        network(False),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-        cross_entropy,
-        Data(False),
-        global_batch_size=16,
-        config=ragtag.Config(patience_s=PATIENCE_S),
-    )
+    trainer = trainer_of(network(False))
     for report in trainer.steps(12):
         inner: Any = trainer._group._inner  # pyright: ignore[reportAttributeAccessIssue]
         if not groups or groups[-1]() is not inner:

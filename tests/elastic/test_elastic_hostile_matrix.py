@@ -10,31 +10,28 @@ from typing import Any
 import pytest
 import torch
 
-import ragtag
 from ragtag.comm.elastic import Evicted, RunOver
 from tests.elastic.crew import Crew
-from tests.elastic.hostile_cases import Case, Data, Fault, cross_entropy, network, places, same, sample, train
+from tests.elastic.hostile_cases import (
+    SINK,
+    Case,
+    Data,
+    Fault,
+    cross_entropy,
+    network,
+    places,
+    same,
+    sample,
+    train,
+    trainer_of,
+)
 from tests.ranks import solo
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
-SINK: dict[str, Any] = {
-    "by_unit": True,
-    "optimizer": "SGD",
-    "settings": {"pull": True, "unit": 4, "check_replicas_every": 1},
-    "arguments": {"loader": {"num_workers": 1, "multiprocessing_context": "fork"}},
-}
 FIRST = ("fingerprint", "broadcast", "values of rank N", "nature", "device kind", "ready")
 JOINING = ("fingerprint", "nature", "brought", "state for newcomers", "broadcast", "ready", "sums of step N")
 MOMENTS = ("before", "after")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def outcome_is_sound(name: str, result: Any, reference: dict[str, Any]) -> None:
@@ -111,14 +108,7 @@ def slow_in_the_body(case: Case) -> Any:
     """Worker `b` takes longer than the patience between two steps, and what `a` raises then ends all."""
     model = network(False)
     with places(case.faults):
-        trainer = ragtag.Trainer(
-            model,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-            cross_entropy,
-            Data(False),
-            global_batch_size=16,
-            config=ragtag.Config(patience_s=2.0),
-        )
+        trainer = trainer_of(model, patience_s=2.0)
         for report in trainer.steps(case.steps):
             if report.number == 4 and os.environ.get("RAGTAG_WORKER") == "b":
                 time.sleep(5.0)
@@ -169,14 +159,7 @@ def stall_for_a_while(case: Case) -> Any:
         return cross_entropy(model, batch)
 
     with places(case.faults):
-        trainer = ragtag.Trainer(
-            model,
-            lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-            loss_fn,
-            data,
-            global_batch_size=16,
-            config=ragtag.Config(patience_s=4.0, check_replicas_every=1),
-        )
+        trainer = trainer_of(model, torch.optim.AdamW, loss_fn, data, settings={"check_replicas_every": 1})
         stood_in, reports = False, []
         for report in trainer.steps(24):
             data.number = report.number + 1 if data.number >= 0 else -1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ragtag.comm.elastic import ElasticGroup, Evicted, Standing
 from ragtag.comm.generation import AloneGroup
+from ragtag.comm.group import raise_failure
 from ragtag.comm.passing import GenerationEnded
 from ragtag.comm.transport import TransportError
 from ragtag.control.membership import Brought, memory_of, plan_for
@@ -129,10 +130,10 @@ def test_own_work_ends_where_the_generation_does() -> None:
     group, _ = worker()
     group.hear(go(1))
     group.regroup(Standing())
-    group.check()
+    raise_failure(group)
     group.hear(Prep(generation=2, members=("a",), soft=False, reason="b is lost"))
     with pytest.raises(GenerationEnded, match="b is lost"):
-        group.check()
+        raise_failure(group)
 
 
 @dataclasses.dataclass

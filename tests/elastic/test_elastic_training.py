@@ -200,15 +200,10 @@ def test_a_worker_whose_data_stalls_is_given_up(tmp_path: Path) -> None:
             assert result["generations"][-1][2] == 2
 
 
-def evaluate_at(phase_step: int, name: str) -> Any:
-    def metric_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        if trainer._run.committed == phase_step and os.environ.get("RAGTAG_WORKER") == name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
+def linear_trainer() -> ragtag.Trainer:
     torch.manual_seed(1)
     model = torch.nn.Linear(6, 3).double()
-    trainer = ragtag.Trainer(
+    return ragtag.Trainer(
         model,
         lambda parameters: torch.optim.SGD(parameters, lr=0.05),
         lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
@@ -216,6 +211,15 @@ def evaluate_at(phase_step: int, name: str) -> Any:
         global_batch_size=14,
         config=ragtag.Config(patience_s=3.0),
     )
+
+
+def evaluate_at(phase_step: int, name: str) -> Any:
+    def metric_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        if trainer._run.committed == phase_step and os.environ.get("RAGTAG_WORKER") == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    trainer = linear_trainer()
     values = []
     for _ in range(3):
         for report in trainer.steps(4):
@@ -260,25 +264,10 @@ def test_the_hub_is_killed_and_comes_back(tmp_path: Path) -> None:
 
 
 def fail_at(step: int, name: str) -> Any:
-    trainer_steps = train_one_by_one()
-    for report in trainer_steps:
+    for report in linear_trainer().steps(STEPS):
         if report.number == step and os.environ["RAGTAG_WORKER"] == name:
             raise ValueError("the user's own mistake")
     return "ended"
-
-
-def train_one_by_one() -> Any:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(6, 3).double()
-    trainer = ragtag.Trainer(
-        model,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-        lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        DATA,
-        global_batch_size=14,
-        config=ragtag.Config(patience_s=3.0),
-    )
-    yield from trainer.steps(STEPS)
 
 
 def test_an_error_of_the_script_on_one_worker_ends_all_with_it(tmp_path: Path) -> None:

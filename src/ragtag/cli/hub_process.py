@@ -17,6 +17,7 @@ from pathlib import Path
 from ragtag.cli.hub_question import ask
 from ragtag.cli.worker_process import die_with, say, signal_name
 from ragtag.core.errors import LaunchError, SettingError
+from ragtag.core.hub_address import is_loopback, written
 from ragtag.hub.journal import FILE_NAME
 
 _FINAL = (0, 1, 2, 74)
@@ -63,14 +64,14 @@ class HubProcess:
         self._listener = _listening(address, port)
         port = self._listener.getsockname()[1]
         shown = socket.gethostname() if address in ("0.0.0.0", "::") else address
-        self.at = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+        self.at = written(shown, port)
         """HOST:PORT for `--hub`."""
         bound: str = self._listener.getsockname()[0]
         own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
         self._patience_s = patience_s
-        self.reached_here_at = f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+        self.reached_here_at = written(own, port)
         """HOST:PORT on this machine."""
-        self._private = address.startswith("127.") or address in ("::1", "localhost")
+        self._private = is_loopback(address)
         self._command = [
             *(sys.executable, "-m", "ragtag.hub", "--brief", "--fd", str(self._listener.fileno()), "--run", run),
             *("--run-dir", str(directory), "--patience", str(patience_s)),

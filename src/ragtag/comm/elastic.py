@@ -396,15 +396,6 @@ class ElasticGroup(PassingGroup):
         """A checkpoint of this step lies complete under `name`: from now on it is the run's last one."""
         self._send(Checkpointed(generation=self.generation, inc=self.member.inc, step=step, name=name))
 
-    def check(self) -> None:
-        """Between two pieces of own work, which nothing else interrupts: raise where the generation is over.
-
-        Raises:
-            GenerationEnded, PeerFailed: it is.
-        """
-        if (failure := self.failure) is not None:
-            raise failure
-
     @property
     def failure(self) -> PeerError | None:
         """What ended the generation, or the run."""

@@ -8,10 +8,9 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -23,18 +22,18 @@ from ragtag.comm.group import SoloGroup
 from ragtag.comm.judge import Peers
 from ragtag.comm.mesh_handshake import connect_mesh
 from ragtag.comm.passing import Inner
-from ragtag.comm.rendezvous import Introduction, boot_id, check_addresses, local_address, resolved
+from ragtag.comm.rendezvous import Introduction, boot_id, check_addresses, clone, local_address, resolved
 from ragtag.comm.ring_group import RingGroup
 from ragtag.comm.transport import Transport, TransportError
 from ragtag.core.errors import PeerLost, SettingError
 from ragtag.core.hub_address import hub_address
+from ragtag.core.within import within
 from ragtag.hub.client import HubClient
 from ragtag.hub.frames import Go, Hello, Member
 
 T = TypeVar("T")
 
 _LEAST_FORMING_S = 5.0
-_POLL_S = 0.01
 _taken = False
 """This process is a worker of a run already."""
 
@@ -131,13 +130,13 @@ def form(go: Go, rank: int, forming: Forming, *, run: str, own_store: Store, pat
     forming_s = max(patience_s, _LEAST_FORMING_S)
     if rank == 0:
         # Never its own client, which a thread that an earlier generation has left behind may hold for long.
-        stores = [_clone(own_store) for _ in range(3)]
+        stores = [clone(own_store) for _ in range(3)]
     else:
         limit = timedelta(seconds=forming_s)
-        opened = _unless(
-            forming.broken, lambda: TCPStore(first.address, first.store_port, None, False, limit, False), forming_s
+        opened = _from_first(
+            forming, lambda: TCPStore(first.address, first.store_port, None, False, limit, False), forming_s
         )
-        stores = [opened, *(_unless(forming.broken, lambda: _clone(opened), forming_s) for _ in range(2))]
+        stores = [opened, *(_from_first(forming, lambda: clone(opened), forming_s) for _ in range(2))]
     for store in stores:
         store.set_timeout(timedelta(seconds=timeout_s))
     prefix = f"ragtag/{run}/{go.generation}"
@@ -198,28 +197,12 @@ def _offer_store(address: str, patience_s: float) -> tuple[TCPStore, int]:
     return TCPStore(address, port, None, True, timeout, False, master_listen_fd=listener.detach()), port
 
 
-def _clone(store: Store) -> Store:
-    return store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in torch's stubs
-
-
-def _unless(broken: Callable[[], bool], function: Callable[[], T], timeout_s: float) -> T:
-    """Call `function`, which may block, in a thread; give up when `broken` says so, or after `timeout_s` seconds."""
-    outcome: list[Any] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="ragtag-connect", daemon=True)
-    thread.start()
-    deadline_s = time.monotonic() + timeout_s
-    while thread.is_alive() and not broken() and time.monotonic() < deadline_s:
-        thread.join(_POLL_S)
-    if errors:
-        raise TransportError(f"the first member's store does not answer ({str(errors[0]).splitlines()[0]})", peer=0)
-    if not outcome:
-        raise TransportError("the first member's store did not answer in time", peer=0, timed_out=True)
-    return outcome[0]
+def _from_first(forming: Forming, question: Callable[[], T], timeout_s: float) -> T:
+    """Return what the first member's store answers to `question`, or raise TransportError."""
+    try:
+        return within(timeout_s, question, given_up=forming.broken)
+    except TimeoutError:
+        raise TransportError("the first member's store did not answer in time", peer=0, timed_out=True) from None
+    except Exception as error:
+        text = f"the first member's store does not answer ({str(error).splitlines()[0]})"
+        raise TransportError(text, peer=0) from None

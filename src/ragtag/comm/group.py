@@ -136,6 +136,12 @@ class Group(Protocol):
         ...
 
 
+def raise_failure(group: Group) -> None:
+    """Between two pieces of own work, or while waiting for something else than the group: raise what has ended it."""
+    if (failure := group.failure) is not None:
+        raise failure
+
+
 class SoloGroup:
     """A world of one: no threads, no sockets, the same answers."""
 

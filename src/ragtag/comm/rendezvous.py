@@ -8,7 +8,6 @@ import itertools
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -27,6 +26,8 @@ from ragtag.comm.ring_group import RingGroup
 from ragtag.comm.socket_mesh import Delay
 from ragtag.comm.transport import Transport
 from ragtag.core.errors import LaunchError
+from ragtag.core.hub_address import is_loopback
+from ragtag.core.within import within
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ def connect(
     ip = resolved(place.address, place.port)
     # Before the meeting, because each connection may take long (see _LEAST_MEETING_S) and heartbeats start after it.
     store = _open_store(place, ip, patience_s, deadline_s)
-    clones = [_asked(place, lambda: _clone(store), deadline_s) for _ in range(2)]
+    clones = [_asked(place, lambda: clone(store), deadline_s) for _ in range(2)]
     meeting = PrefixStore(f"ragtag/{place.run_id}/{sequence}", store)
     mine = Introduction(
         rank=place.rank,
@@ -129,7 +130,7 @@ def check_addresses(introductions: Sequence[Introduction], master_address: str) 
     """Raise LaunchError if ranks are on several machines and one of them listens on loopback only."""
     machines = {(each.host, each.boot_id) for each in introductions}
     for each in introductions:
-        if len(machines) > 1 and (each.address.startswith("127.") or each.address == "::1"):
+        if len(machines) > 1 and is_loopback(each.address):
             raise LaunchError(
                 f"Rank {each.rank} ({each.host}) would listen on {each.address}, which no other host can reach, but "
                 f"the ranks are on {len(machines)} machines ({', '.join(sorted(host for host, _ in machines))}): "
@@ -204,15 +205,18 @@ def _open_store(place: Place, ip: str, patience_s: float, deadline_s: float) -> 
     return _asked(place, lambda: TCPStore(ip, place.port, None, False, timeout, False), deadline_s)
 
 
-def _clone(store: TCPStore) -> Store:
+def clone(store: Store) -> Store:
+    """Return another client of the same store: one that waits blocks everybody else who uses it."""
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in torch's stubs
 
 
 def _asked(place: Place, question: Callable[[], T], deadline_s: float) -> T:
     """Return what the store answers to `question`, or raise LaunchError."""
     try:
-        return _bounded(question, deadline_s)
+        return within(deadline_s - time.monotonic(), question)
     except (RuntimeError, TimeoutError) as error:
+        if isinstance(error, TimeoutError):
+            process_exit.expect_stuck_thread()
         raise LaunchError(
             f"Rank {place.rank} ({socket.gethostname()}): something listens at {place.address}:{place.port}, but it "
             f"does not answer as the store of this run ({str(error).splitlines()[0]}). Look at rank 0's output: did it "
@@ -295,25 +299,3 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-def _bounded(function: Callable[[], T], deadline_s: float) -> T:
-    """Call `function`, which may block where no signal is heard, in a thread; raise TimeoutError at the deadline."""
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="ragtag-connect", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline_s - time.monotonic()))
-    if errors:
-        raise errors[0]
-    if not outcome:
-        process_exit.expect_stuck_thread()
-        raise TimeoutError("no answer")
-    return outcome[0]

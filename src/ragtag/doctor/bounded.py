@@ -1,9 +1,5 @@
-"""Runs what may block where no signal is heard, such as a name server that does not answer, and gives up in time.
+"""Many calls at once, each of which bounds its own time, and what is left of a deadline."""
 
-The one idea: a daemon thread is left behind rather than waited for, so neither a caller nor the process's end hangs.
-"""
-
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,26 +9,6 @@ T = TypeVar("T")
 I = TypeVar("I")  # noqa: E741
 
 _AT_ONCE = 64
-
-
-def within(seconds: float, function: Callable[[], T]) -> T:
-    """Return what `function` returns, or raise what it raises; TimeoutError after `seconds`."""
-    outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def call() -> None:
-        try:
-            outcome.put((function(), None))
-        except BaseException as error:
-            outcome.put((None, error))
-
-    threading.Thread(target=call, name="ragtag-doctor", daemon=True).start()
-    try:
-        value, error = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer in {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
 
 
 def each(items: Sequence[I], function: Callable[[I], T]) -> list[T]:

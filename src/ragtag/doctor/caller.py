@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from ragtag.doctor.bounded import left_s, within
+from ragtag.core.within import within
+from ragtag.doctor.bounded import left_s
 from ragtag.doctor.facts import Way
 from ragtag.doctor.frames import (
     Echo,

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 import ragtag
+from ragtag.core.within import within
 from ragtag.doctor.accelerators import nvidia_devices
-from ragtag.doctor.bounded import within
 from ragtag.doctor.facts import Device, HostFacts, Port, Torch
 from ragtag.doctor.interfaces import interfaces, resolve
 from ragtag.doctor.limits import limits

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ragtag.comm.group import Group
+from ragtag.comm.group import Group, raise_failure
 from ragtag.control.sharing import units_per_rank
 from ragtag.core.errors import LossError
 from ragtag.core.ledger import Ledger
@@ -92,8 +92,8 @@ def evaluate(
     ahead = 0
     with mode(model, training=False), torch.no_grad(), autocast(precision, device):
         for position, unit in enumerate(mine):
-            if group.elastic and (failure := group.failure) is not None:
-                raise failure
+            if group.elastic:
+                raise_failure(group)
             while ahead < min(len(mine), position + 4):
                 start, stop = ledger.span(mine[ahead])
                 loader.request((0, mine[ahead]), 0, tuple(range(start, stop)))

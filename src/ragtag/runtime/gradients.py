@@ -123,9 +123,7 @@ class GradientSums:
 
     def begin(self) -> None:
         """Forget the last step's gradients and start a new own sum."""
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = None
-            self._own[index] = None
+        self._forget()
         self._reset_launch()
 
     def drop(self) -> bool:
@@ -133,13 +131,16 @@ class GradientSums:
 
         What was launched stays under way. The rest waits for `launch_rest`, after which all must be launched again.
         """
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = None
-            self._own[index] = None
+        self._forget()
         self._summing = self._launching = False
         if self._expected is None:
             self._arrived = [0] * len(self._parameters)  # what came of half a backward teaches nothing
         return self._next > 0
+
+    def _forget(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            self._own[index] = None
 
     def _reset_launch(self) -> None:
         self._summing = self._launching = False

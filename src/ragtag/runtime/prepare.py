@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ragtag.comm.elastic import ElasticGroup
-from ragtag.comm.group import Group
+from ragtag.comm.group import Group, raise_failure
 from ragtag.control.controller import Controller
 from ragtag.control.proposal import Limits
 from ragtag.control.sharing import Start, choose_unit, initial_plan
@@ -87,7 +87,7 @@ def prepare(
         seed=seed,
         seed_samples=config.seed_samples,
         patience_s=config.patience_s,
-        check=lambda: _raise_failure(group),
+        check=lambda: raise_failure(group),
     )
     own_fingerprint = fingerprint(
         model,
@@ -113,7 +113,6 @@ def prepare(
         _compare_newcomer(fingerprints, group)
     else:
         compare(fingerprints, group.hosts)
-    if not newcomer:
         _take_rank_0_values(model, optimizer, scheduler, state, group)
     own_precision, precision_reason = supported_precision(precision, device)
     if precision_reason:
@@ -189,12 +188,6 @@ def _compare_newcomer(fingerprints: Sequence[Mapping[str, Any]], group: Group) -
     except DisagreementError as error:
         error.origin_rank = None
         raise
-
-
-def _raise_failure(group: Group) -> None:
-    """Whoever waits for samples also hears that a peer has failed."""
-    if (failure := group.failure) is not None:
-        raise failure
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -299,10 +299,7 @@ class Settling:
             self._gradients.begin()
             run.buffers.begin()
             self.losses = LossSums(run.nature.metric_names, run.device)
-        self._lost = share_out(self.ledger.missing(), run.plan, ())
-        for rank, units in enumerate(self._lost):
-            for unit in units:
-                self.ledger.assign(unit, rank)
+        self._lost = self._deal_out(frozenset())
 
     def _launch(self, *, overlap: bool) -> None:
         if self._in_person:  # a stand-in leaves what the training thread was last heard doing
@@ -367,10 +364,7 @@ class Settling:
         if ledger.settle([units_of(runs) for runs in held]):
             raise DisagreementError(f"two ranks have computed the same samples of step {self.number}.")
         left_out = outcome.absent | outcome.unable
-        lost = share_out(ledger.missing(), run.plan, left_out if left_out != everybody else outcome.unable)
-        for rank, units in enumerate(lost):
-            for unit in units:
-                ledger.assign(unit, rank)
+        lost = self._deal_out(left_out if left_out != everybody else outcome.unable)
         present = sorted(everybody - outcome.absent)
         if outcome.absent and run.group.rank == min(present, default=0):
             names = ", ".join(f"rank {rank} ({run.group.hosts[rank]})" for rank in sorted(outcome.absent))
@@ -382,6 +376,14 @@ class Settling:
                 names,
                 samples,
             )
+        return lost
+
+    def _deal_out(self, left_out: frozenset[int]) -> tuple[Units, ...]:
+        """Give the units that are in no sum to ranks that are not left out, by the same rule on all; return whose."""
+        lost = share_out(self.ledger.missing(), self.run.plan, left_out)
+        for rank, units in enumerate(lost):
+            for unit in units:
+                self.ledger.assign(unit, rank)
         return lost
 
     def _conclude(self, outcome: Outcome) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ragtag.comm.elastic import ElasticGroup
+from ragtag.comm.group import raise_failure
 from ragtag.comm.passing import GenerationEnded
 from ragtag.core.errors import LossError, ModelError
 from ragtag.core.mixing import seed_for
@@ -84,8 +85,8 @@ def compute(settling: Settling, work: Iterable[Units], cover: Cover) -> None:
     """Add micro-batches to this rank's sums, smaller ones where its memory does not hold them."""
     own, group = OwnWork(settling, work, cover), settling.run.group
     for units in own:
-        if isinstance(group, ElasticGroup):
-            group.check()
+        if group.elastic:
+            raise_failure(group)
         with own.surviving():
             _add_micro_batch(settling, units, own, cover)
 
