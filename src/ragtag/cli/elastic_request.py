@@ -6,8 +6,7 @@ other, and are named before anything is started.
 
 import os
 import secrets
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +26,25 @@ class Elastic:
     """What a hub of this machine listens on."""
     port: int = 0
     run: str = "run"
-    directory: Path = Path("runs")
-    """Where a hub of this machine keeps its journal."""
+    directory: Path | None = None
+    """Where a hub of this machine keeps its journal and the run's log; None: a new one under `runs`."""
     patience_s: float = 30.0
+
+
+def is_elastic(wanted: bool | None, *, pinned: bool, joining: Sequence[str]) -> bool:
+    """Return whether workers may come and go: wherever nothing on the command line speaks against it.
+
+    Args:
+        wanted: what --elastic or --fixed says; None: neither is there.
+        pinned: shares are, each to one of a fixed number of workers.
+        joining: the words that are there and that only a run with a hub can do something with.
+
+    Raises:
+        SettingError: --fixed and one of those words.
+    """
+    if wanted is False and joining:
+        raise SettingError(f"--fixed is a run that nobody joins, and {joining[0]} is for one that others join.")
+    return bool(joining) or (not pinned if wanted is None else wanted)
 
 
 def elastic_request(
@@ -58,12 +73,11 @@ def elastic_request(
             "--hub needs the run's token: copy the whole line that `ragtag launch` printed on the first machine, or "
             "give --token."
         )
-    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return Elastic(
         hub=hub,
         token=token or secrets.token_hex(16),
         address=address or "127.0.0.1",
         port=port,
-        directory=directory or Path("runs") / f"run-{now}",
+        directory=directory,
         patience_s=Config.resolve({}, environ=environ, directory=Path.cwd()).patience_s,
     )

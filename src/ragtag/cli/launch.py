@@ -18,6 +18,7 @@ from types import FrameType
 from ragtag.cli.devices import num_accelerators
 from ragtag.cli.launch_plan import planned_run
 from ragtag.cli.output import Output
+from ragtag.cli.run_directory import log_environ
 from ragtag.cli.worker_process import (
     PEER_FAILED_STATUS,
     ToldPatience,
@@ -136,8 +137,15 @@ def parse_shares(text: str) -> tuple[int, ...]:
     return shares
 
 
-def launch_local(request: Request, environ: Mapping[str, str] = os.environ) -> int:
+def launch_local(
+    request: Request, directory: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> int:
     """Run the workers until all have ended; return the launch's exit status.
+
+    Args:
+        request: what to run.
+        directory: where the run writes about itself; None: it does not.
+        environ: of the launcher.
 
     0; the status of the first worker that failed by itself (128 + signal where one killed it); 130 or 143 after
     Ctrl-C or SIGTERM. Call from the main thread: signals are handled here.
@@ -152,7 +160,7 @@ def launch_local(request: Request, environ: Mapping[str, str] = os.environ) -> i
     workers: list[Worker] = []
     told = ToldPatience()
     try:
-        _start(request, environ, workers, told)
+        _start(request, {**log_environ(directory), **environ}, workers, told)
         return _follow(workers, signals, told)
     finally:
         for worker in workers:

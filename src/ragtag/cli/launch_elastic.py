@@ -18,9 +18,10 @@ from ragtag.cli.hub_process import HubProcess
 from ragtag.cli.hub_question import HubGone, HubUnreachable, ask
 from ragtag.cli.launch import Request, make_log_directory, worker_environ
 from ragtag.cli.output import Output
+from ragtag.cli.run_directory import make_run_directory
 from ragtag.cli.worker_process import PEER_FAILED_STATUS, ToldPatience, Worker, kill, say, signal_name, start_worker
 from ragtag.core.errors import LaunchError, SettingError
-from ragtag.core.hub_address import hub_address
+from ragtag.core.hub_address import hub_address, is_loopback
 
 _POLL_S = 0.03
 _EVICTED_STATUS, _HUB_LOST_STATUS = 76, 77
@@ -68,7 +69,7 @@ def launch_elastic(request: Request, elastic: Elastic, environ: Mapping[str, str
     if request.shares is not None:
         raise SettingError(
             "--shares and --pin fix the split over fixed workers; here workers come and go. Leave them out (shares "
-            "follow measured speed), or --elastic, --address and --hub."
+            "follow measured speed), or --elastic, --address, --port, --token and --hub."
         )
     make_log_directory(request)
     supervisor = _Supervisor(request, elastic, environ)
@@ -113,7 +114,7 @@ class _Supervisor:
                 port=elastic.port,
                 token=elastic.token,
                 run=elastic.run,
-                directory=elastic.directory,
+                directory=make_run_directory(elastic.directory),
                 patience_s=elastic.patience_s,
                 environ=self._environ,
             )
@@ -149,8 +150,7 @@ class _Supervisor:
     def _check_reachable(self, hub: str, hosts: set[str]) -> None:
         """Workers listen where their connection to the hub begins, so through a tunnel others would not reach them."""
         others = sorted(hosts - {self._host})
-        address = hub_address(hub)[0]
-        if others and (address.startswith("127.") or address in ("::1", "localhost")):
+        if others and is_loopback(hub_address(hub)[0]):
             raise LaunchError(
                 f"{hub} is an address inside this machine ({self._host}), but the run's workers are on "
                 f"{', '.join(others)}, which could not reach workers here. Start the run there with --address and an "

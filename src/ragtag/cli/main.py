@@ -62,7 +62,7 @@ Examples:
   ragtag launch --plan plan.json train.py      shares and micro-batch from ragtag plan
   ragtag launch --checkpoint runs/1 train.py   keeps checkpoints; started again, it goes on from the newest
   ragtag launch --all-output --logs runs/1 -m mypackage.train
-  ragtag launch --elastic --local 3 train.py   workers that die are replaced, and the step goes on without them
+  ragtag launch --fixed --local 3 train.py     ends when one of the three fails; without --fixed it is replaced
   ragtag launch --address 192.168.1.7 train.py     prints the line to type on other machines; all may come and go
   ragtag launch --hub 192.168.1.7:29400 train.py   joins that run; its token is in RAGTAG_TOKEN
 """,
@@ -91,15 +91,19 @@ def launch(
         typer.Option("--emulate", help="Pretend to be the cluster in this file, one worker a device.", metavar="FILE"),
     ] = None,
     elastic: Annotated[
-        bool,
-        typer.Option("--elastic", help="Go on without workers that die, start them again, let others join."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--elastic/--fixed",
+            help="Whether the run outlives its workers and others may join; if not, it ends when one fails. Elastic, "
+            "unless shares are pinned.",
+        ),
+    ] = None,
     address: Annotated[
         str | None,
-        typer.Option("--address", help="Elastic, and other machines may join at this address of this machine."),
+        typer.Option("--address", help="Other machines may join at this address of this machine."),
     ] = None,
     port: Annotated[
-        int, typer.Option("--port", help="Port where others join an elastic run; 0: any.", min=0, max=65535)
+        int, typer.Option("--port", help="Port where others join; 0: any.", min=0, max=65535)
     ] = 0,
     hub: Annotated[
         str | None,
@@ -109,7 +113,7 @@ def launch(
         str | None, typer.Option("--token", help="The run's token, with --hub; better in RAGTAG_TOKEN.")
     ] = None,
     run_directory: Annotated[
-        Path | None, typer.Option("--run-dir", help="Where an elastic run's journal is kept.", metavar="DIR")
+        Path | None, typer.Option("--run-dir", help="Where the run writes about itself; runs/run-TIME.", metavar="DIR")
     ] = None,
     plan: Annotated[
         Path | None,
@@ -141,9 +145,12 @@ def launch(
         pin=pin,
         checkpoint=checkpoint,
     )
-    if not (elastic or hub or address or port or token or run_directory):
-        raise typer.Exit(launch_local(wanted))
-    from ragtag.cli.elastic_request import elastic_request
+    from ragtag.cli.elastic_request import elastic_request, is_elastic
+    from ragtag.cli.run_directory import make_run_directory
+
+    joining = {"--hub": hub, "--address": address, "--port": port, "--token": token}
+    if not is_elastic(elastic, pinned=wanted.shares is not None, joining=[word for word in joining if joining[word]]):
+        raise typer.Exit(launch_local(wanted, make_run_directory(run_directory)))
     from ragtag.cli.launch_elastic import launch_elastic
 
     raise typer.Exit(

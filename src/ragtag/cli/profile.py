@@ -37,7 +37,7 @@ def run_profile(
     if fresh:
         environ["RAGTAG_PROFILE_FRESH"] = "1"
     with _standard_output_to_errors() if as_json else _as_it_is():
-        status = launch_local(request, environ)
+        status = launch_local(request, environ=environ)
     if status != 0:
         return status
     if _stamp(output) == before:
@@ -62,7 +62,7 @@ def what_it_trains(request: Request, *, environ: Mapping[str, str] = os.environ)
         output = Path(directory) / "facts.json"
         environ = {**environ, "RAGTAG_PROFILE": str(output), "RAGTAG_PROFILE_FACTS": "1"}
         with _standard_output_to_errors():
-            status = launch_local(request, environ)
+            status = launch_local(request, environ=environ)
         if status != 0:
             return None
         if not output.exists():

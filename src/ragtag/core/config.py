@@ -113,6 +113,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     resume: Annotated[bool, Meta(description="True or False")] = True
     """Go on from what is in `checkpoint`; False: start anew, beside what is there, of which nothing is removed."""
 
+    log: Annotated[str, Meta(min_length=1, description="a path such as runs/1/log.jsonl, or None")] | None = None
+    """File to which the run's events are written, one JSON object a line; None: to none. `ragtag launch` names one."""
+
     @classmethod
     def resolve(cls, settings: Mapping[str, Any], *, environ: Mapping[str, str], directory: Path) -> "Config":
         """Return the Config of explicit `settings`, with `environ` and the files under `directory` filling the rest.
