@@ -398,3 +398,16 @@ def test_equal_ranks_keep_equal_chunks(jitter):
     controller = Controller(plan_of((5, 5, 5, 5)))
     with_ring(devices, controller, 100, send_s=(0.004,) * 4, comm_s=0.02)
     assert all(decision.kind != "chunks" for decision in controller.history)
+
+
+def test_every_step_is_predicted_before_it_runs():
+    devices = Devices(speeds=[1, 1, 0.5, 0.25], comm_s=0.02, apply_s=[0.01] * 4)
+    controller = Controller(equal_plan(4, 44))
+    predicted = []
+    for step in range(1, 41):
+        predicted.append(controller.predicted_step_s)
+        seen = devices.step(step, controller.plan)
+        controller.observe(seen)
+        if step > 10:
+            assert predicted[-1] == pytest.approx(seen.wall_s, rel=0.02)
+    assert predicted[0] == 0, "nothing is known yet"

@@ -42,6 +42,7 @@ def test_defaults():
         "checkpoint_every_steps": None,
         "checkpoint_keep": 3,
         "resume": True,
+        "log": None,
     }
 
 
@@ -131,6 +132,7 @@ WRONG = [
     ("check_replicas_every", -1),
     ("checkpoint", ""),
     ("checkpoint", 3),
+    ("log", ""),
     ("checkpoint_every_s", 0),
     ("checkpoint_every_s", "10 minutes"),
     ("checkpoint_every_steps", 0),

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 
 from ragtag.cli.devices import num_accelerators
+from ragtag.cli.folding import Folding
 from ragtag.cli.launch_plan import planned_run
-from ragtag.cli.output import Output
+from ragtag.cli.output import Output, write
 from ragtag.cli.run_directory import log_environ
 from ragtag.cli.worker_process import (
     PEER_FAILED_STATUS,
@@ -137,9 +138,7 @@ def parse_shares(text: str) -> tuple[int, ...]:
     return shares
 
 
-def launch_local(
-    request: Request, directory: Path | None = None, environ: Mapping[str, str] = os.environ
-) -> int:
+def launch_local(request: Request, directory: Path | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Run the workers until all have ended; return the launch's exit status.
 
     Args:
@@ -158,15 +157,15 @@ def launch_local(
 
     handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     workers: list[Worker] = []
-    told = ToldPatience()
+    told, folding = ToldPatience(), Folding("rank", write)
     try:
-        _start(request, {**log_environ(directory), **environ}, workers, told)
-        return _follow(workers, signals, told)
+        _start(request, {**log_environ(directory), **environ}, workers, told, folding)
+        return _follow(workers, signals, told, folding)
     finally:
         for worker in workers:
             kill(worker, signal.SIGKILL)
             worker.process.wait()
-        _finish_output(workers, interrupted=bool(signals))
+        _finish_output(workers, folding, interrupted=bool(signals))
         told.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -199,7 +198,9 @@ def worker_environ(request: Request, environ: Mapping[str, str]) -> dict[str, st
     return shared
 
 
-def _start(request: Request, environ: Mapping[str, str], workers: list[Worker], told: ToldPatience) -> None:
+def _start(
+    request: Request, environ: Mapping[str, str], workers: list[Worker], told: ToldPatience, folding: Folding
+) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -215,14 +216,14 @@ def _start(request: Request, environ: Mapping[str, str], workers: list[Worker], 
             if rank == 0:
                 mine["RAGTAG_STORE_FD"] = str(listener.fileno())
                 handed += (listener.fileno(),)
-            output = Output(rank=rank, all_output=request.all_output, logs=request.logs)
+            output = Output(rank=rank, all_output=request.all_output, logs=request.logs, folding=folding)
             workers.append(start_worker(request.command, rank=rank, environ=mine, output=output, pass_fds=handed))
     # Threads only now: forking with threads around may deadlock the child.
     for worker in workers:
         worker.output.follow(worker.process)
 
 
-def _follow(workers: list[Worker], signals: list[int], told: ToldPatience) -> int:
+def _follow(workers: list[Worker], signals: list[int], told: ToldPatience, folding: Folding) -> int:
     """Return the exit status once every worker has ended; at most a bounded time after a failure or a signal."""
     patience_s = 0.0
     failed: list[Worker] = []
@@ -257,8 +258,9 @@ def _follow(workers: list[Worker], signals: list[int], told: ToldPatience) -> in
                     kill(worker, signal.SIGKILL if hard else signal.SIGTERM)
         for worker in running:
             worker.output.show_held(older_than_s=_HOLD_S)
+        folding.show()
         time.sleep(_POLL_S)
-    _finish_output(workers, interrupted=bool(asked_by))
+    _finish_output(workers, folding, interrupted=bool(asked_by))
     if asked_by:
         say(f"stopped by {signal.Signals(asked_by).name}; all {len(workers)} workers have ended")
         return 128 + asked_by
@@ -275,10 +277,11 @@ def _follow(workers: list[Worker], signals: list[int], told: ToldPatience) -> in
     return status
 
 
-def _finish_output(workers: list[Worker], *, interrupted: bool) -> None:
+def _finish_output(workers: list[Worker], folding: Folding, *, interrupted: bool) -> None:
     """Pass on the rest, and show the tracebacks that were held back, each distinct one once; after Ctrl-C none."""
     for worker in workers:
         worker.output.finish()
+    folding.show(everything=True)
     seen = set()
     own_terminal = False
     for worker in workers:

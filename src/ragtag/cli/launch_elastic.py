@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from ragtag.cli.elastic_request import Elastic
+from ragtag.cli.folding import Folding
 from ragtag.cli.hub_process import HubProcess
 from ragtag.cli.hub_question import HubGone, HubUnreachable, ask
 from ragtag.cli.launch import Request, make_log_directory, worker_environ
-from ragtag.cli.output import Output
+from ragtag.cli.output import Output, write
 from ragtag.cli.run_directory import make_run_directory
 from ragtag.cli.worker_process import PEER_FAILED_STATUS, ToldPatience, Worker, kill, say, signal_name, start_worker
 from ragtag.core.errors import LaunchError, SettingError
@@ -100,6 +101,7 @@ class _Supervisor:
         self._hub: HubProcess | None = None
         self._told = ToldPatience()
         self._said: set[bytes] = set()
+        self._folding = Folding("worker", write)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal; `follow` acts on it."""
@@ -172,7 +174,9 @@ class _Supervisor:
                 if place.status is None:
                     self._look_after(place, now_s)
             self._end_workers(now_s)
+            self._folding.show()
             time.sleep(_POLL_S)
+        self._folding.show(everything=True)
         if self._signals:
             who = "all" if self._elastic.hub is None else "this machine has left the run;"
             say(f"stopped by {signal_name(self._signals[0])}; {who} {len(self._places)} workers have ended")
@@ -189,6 +193,7 @@ class _Supervisor:
             logs=self._request.logs,
             name=f"worker {place.number}",
             said=self._said,
+            folding=self._folding,
         )
         place.worker = start_worker(
             self._request.command,
@@ -217,6 +222,7 @@ class _Supervisor:
         place.worker = None
         kill(worker, signal.SIGKILL)  # loader workers of one that was killed
         worker.output.finish()
+        self._folding.show(everything=True)
         self._show_last_words(worker, status)
         if ending or worker.stopped_by_us:
             place.status = status
@@ -334,6 +340,7 @@ class _Supervisor:
                 kill(place.worker, signal.SIGKILL)
                 place.worker.process.wait()
                 place.worker.output.finish()
+        self._folding.show(everything=True)
         if self._hub is not None:
             self._hub.close()
         self._told.close()

@@ -102,9 +102,7 @@ def launch(
         str | None,
         typer.Option("--address", help="Other machines may join at this address of this machine."),
     ] = None,
-    port: Annotated[
-        int, typer.Option("--port", help="Port where others join; 0: any.", min=0, max=65535)
-    ] = 0,
+    port: Annotated[int, typer.Option("--port", help="Port where others join; 0: any.", min=0, max=65535)] = 0,
     hub: Annotated[
         str | None,
         typer.Option("--hub", help="Join the run of another machine with this one's workers.", metavar="HOST:PORT"),

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from ragtag.cli.folding import Folding
+
 
 class Output:
     """The output of one worker. Give `stdout` and `stderr` to Popen, then call `follow`, and `finish` at the end.
@@ -24,6 +26,7 @@ class Output:
         name: what stands in the prefix and the log's name instead of the rank, for one of several that follow each
             other in the same place: they share a log, and even the tracebacks of 0 are held back.
         said: what ragtag itself has said on this machine; each of its lines is shown once, whichever workers say it.
+        folding: where lines of several workers that are alike become one; None: each is shown at once.
     """
 
     def __init__(
@@ -34,8 +37,10 @@ class Output:
         logs: Path | None,
         name: str | None = None,
         said: set[bytes] | None = None,
+        folding: Folding | None = None,
     ) -> None:
         piped = subprocess.PIPE
+        self._number, self._folding = rank, folding if rank > 0 else None
         self._prefix = f"[{name or f'rank {rank}'}] ".encode() if rank > 0 else b""
         self._holds_back = rank > 0 or name is not None
         self._said = said
@@ -81,7 +86,7 @@ class Output:
         """Show a traceback that was held back, unless it is younger than that."""
         with self._lock:
             if self._held and time.monotonic() - self._held_since_s >= older_than_s:
-                _write(sys.stderr.buffer, b"".join(self._held))
+                write(sys.stderr.buffer, b"".join(self._held))
                 self._held.clear()
 
     def forget_held(self) -> None:
@@ -106,15 +111,20 @@ class Output:
 
     def _pass_on_lines(self, lines: list[bytes], shown: BinaryIO | None) -> None:
         with self._lock:
-            seen = (
-                self._hold_traceback(lines) if shown is sys.stderr.buffer else [self._prefix + line for line in lines]
-            )
+            seen = self._hold_traceback(lines) if shown is sys.stderr.buffer else lines
         if shown is not None and seen:
-            _write(shown, b"".join(seen))
+            self._show(seen, shown)
         with self._lock:
             if self._log is not None:
                 self._log.write(b"".join(lines))
                 self._log.flush()
+
+    def _show(self, lines: list[bytes], shown: BinaryIO) -> None:
+        if self._folding is None:
+            write(shown, b"".join(self._prefix + line for line in lines))
+            return
+        for line in lines:
+            self._folding.say(self._number, line, shown)
 
     def _hold_traceback(self, lines: list[bytes]) -> list[bytes]:
         """Return what is shown at once; where tracebacks are held back, what follows the start of one waits."""
@@ -131,11 +141,15 @@ class Output:
                     self._held.append(b"")
             elif self._tracing and re.match(rb"[A-Za-z_][\w.]*(:|$)", line):
                 self.last_error = line.decode(errors="replace").strip()
-            (self._held if self._held else seen).append(self._prefix + line)
+            if self._held:
+                self._held.append(self._prefix + line)
+            else:
+                seen.append(line)
         return seen
 
 
-def _write(shown: BinaryIO, content: bytes) -> None:
+def write(shown: BinaryIO, content: bytes) -> None:
+    """Show it, if anybody still reads."""
     try:
         shown.write(content)
         shown.flush()

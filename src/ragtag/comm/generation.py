@@ -54,7 +54,7 @@ def connect_elastic(patience_s: float, version: str, environ: Mapping[str, str] 
     if _taken:
         raise SettingError(
             "this script makes a second Trainer, and an elastic run is of one. Put the other training into a script of "
-            "its own, or launch this one without --elastic."
+            "its own, or launch this one with --fixed."
         )
     _taken = True
     address, port = hub_address(environ["RAGTAG_HUB"])

@@ -28,6 +28,8 @@ _ACHIEVED_OVER = 8
 _REMEMBERED = 200
 _CHUNKS_EVERY = 8
 """Steps between looks at who should own how much of the gradient."""
+_PREDICT_EVERY = 8
+"""Steps between predictions of one plan, which take a fraction of a millisecond and hardly change."""
 _VERSION = 2
 """Version of `state_dict`."""
 
@@ -79,6 +81,7 @@ class Controller:
             if values and len(values) != world_size:
                 raise SettingError(f"{name} = {tuple(values)} is not valid. Expected {world_size} numbers, one a rank.")
         self._state = _State(plan=plan, cluster=cluster_of(world_size, presence_s))
+        self._predicted_s = 0.0
         if not self._fits(plan):
             best_plan(self._state.cluster, plan, self.limits)
 
@@ -96,6 +99,11 @@ class Controller:
     def speeds(self) -> tuple[Speed, ...]:
         """What is known about each rank's speed."""
         return self._state.cluster.speeds
+
+    @property
+    def predicted_step_s(self) -> float:
+        """Predicted seconds of the next step; 0: the speed of a rank that works in it is not known."""
+        return self._predicted_s
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the limits as plain values that JSON can hold."""
@@ -140,7 +148,14 @@ class Controller:
         decision = self._decide(seen) if len(state.plan.shares) > 1 else None
         if decision:
             self._adopt(decision)
+        if decision or not self._predicted_s or seen.step % _PREDICT_EVERY == 0:
+            self._predicted_s = self._predict()
         return decision
+
+    def _predict(self) -> float:
+        plan, cluster = self._state.plan, self._state.cluster
+        working = [speed for speed, share in zip(cluster.speeds, plan.shares) if share]
+        return predict_step_s(cluster, plan) if all(speed.known for speed in working) else 0.0
 
     def keep_to_memory(self, step: int, memory: Memory, reason: str) -> Decision:
         """Plan from the step after `step` on with what ranks' memory holds; see `Limits.memory`.

@@ -73,6 +73,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     skipped: str = ""
     """Why the parameters were not updated; empty: they were."""
     wall_s: float
+    predicted_s: float = 0.0
+    """What the cost model said before this step that a step of this plan takes; 0: speeds were not known."""
     shares: tuple[int, ...]
     """Samples that each rank's sum held."""
     compute_s: tuple[float, ...]

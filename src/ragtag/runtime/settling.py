@@ -168,6 +168,8 @@ class Settling:
         self.losses = LossSums(run.nature.metric_names, run.device)
         self.data_s = self._compute_s = self._exposed_s = 0.0
         self.lr = math.nan
+        self.predicted_s = 0.0
+        """See `StepReport`."""
         self.outcome: Outcome | None = None
         """What all ranks do with the step; None: not agreed yet."""
         self.adding = False
@@ -392,5 +394,6 @@ class Settling:
         self.skipped = reason_to_skip(run, self.number, outcome, self._non_finite)
         run.absent = outcome.absent
         run.num_settled += 1
+        self.predicted_s = 0.0 if run.controller is None else run.controller.predicted_step_s
         run.follow_speeds(self.ballots)
         run.keep_to_memory(self.ballots)

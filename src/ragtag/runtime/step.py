@@ -170,6 +170,7 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
         weight=outcome.weight,
         skipped=settling.skipped,
         wall_s=time.perf_counter() - started_s,
+        predicted_s=settling.predicted_s,
         shares=tuple(ballot.samples for ballot in ballots),
         compute_s=outcome.compute_s,
         wait_s=outcome.wait_s,

@@ -1,0 +1,1 @@
+"""What a run has done, for people and their tools: the event log, and everything that reads it."""
