@@ -152,7 +152,9 @@ class Bench:
             output = run_workers(taking_part, self._where, arguments, variables)
         else:
             pinned = [] if shares is None else ["--shares", ",".join(map(str, shares))]
-            output = call([*RAGTAG, "launch", "--fixed", "--emulate", str(file), *pinned, *SCRIPT, *arguments], **variables)
+            output = call(
+                [*RAGTAG, "launch", "--fixed", "--emulate", str(file), *pinned, *SCRIPT, *arguments], **variables
+            )
         rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')][SETTLED:]
         return {
             "step_s": statistics.median(row["wall_s"] for row in rows),
