@@ -71,12 +71,14 @@ def soak(directory: Path, *, steps: int, pause_s: float, seed: int, least_faults
         crew.wait_for_step(_SETTLED, "first")
         alive, number = ["w0", "w1"], 2
         while crew.workers["first"].is_alive() and crew._step_of("first") < steps - 30:
+            # Who was given up while it was frozen ends once it wakes.
+            alive = [name for name in alive if crew.workers[name].is_alive()]
             act = luck.choices(["kill", "stop", "hub", "join"], [5, 1, 1, 4])[0]
             if act == "kill" and alive:
                 victim = alive.pop(luck.randrange(len(alive)))
                 crew.signal(victim)
             elif act == "stop" and alive:
-                victim = alive.pop(luck.randrange(len(alive)))
+                victim = luck.choice(alive)
                 crew.signal(victim, signal.SIGSTOP)
                 time.sleep(luck.choice([0.3, 1.3 * PATIENCE_S]))
                 crew.signal(victim, signal.SIGCONT)

@@ -6,11 +6,12 @@ number.
 """
 
 import contextlib
+import glob
 import json
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ _FORMAT = "ragtag"
 _UNSUPPORTED = (torch.complex128, torch.complex32)
 
 
-def save_file(path: str | os.PathLike[str], tree: Any, *, called: str = "") -> None:
+def save_file(
+    path: str | os.PathLike[str], tree: Any, *, called: str = "", confirm: Callable[[], None] | None = None
+) -> None:
     """Write `tree` (see `flatten` for what it may hold) to `path`, replacing what is there in one step.
 
-    Tensors come back on the CPU. Errors name the file as `called`, or by its path.
+    Tensors come back on the CPU. Errors name the file as `called`, or by its path. `confirm` is called when all is
+    written, just before it takes the place of what is there; what it raises is raised, and nothing was replaced.
 
     Raises:
         CheckpointError: the tree holds something else, or the file system refused; a previous file at `path` is then
@@ -45,7 +49,7 @@ def save_file(path: str | os.PathLike[str], tree: Any, *, called: str = "") -> N
         "checksums": checksums,
         "header_checksum": str(_text_checksum(str(SCHEMA), skeleton, checksums)),
     }
-    write_whole(path, on_host, metadata, called=called)
+    write_whole(path, on_host, metadata, called=called, confirm=confirm)
 
 
 def write_whole(
@@ -55,6 +59,7 @@ def write_whole(
     *,
     kind: str = "checkpoint",
     called: str = "",
+    confirm: Callable[[], None] | None = None,
 ) -> None:
     """Write contiguous tensors of the CPU, none of which share memory, as one safetensors file, or leave what is there.
 
@@ -66,12 +71,17 @@ def write_whole(
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     try:
+        # Of writers that were killed, or are frozen: one that wakes must not replace what is newer by now.
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+            left.unlink(missing_ok=True)
         # Made here first: the operating system's reason is clearer, and safetensors makes files that only we may read.
         beside.touch(exist_ok=False)
         permissions = beside.stat().st_mode
         write_safetensors(dict(tensors), beside, dict(metadata))
         beside.chmod(permissions)
         _flush(beside)
+        if confirm is not None:
+            confirm()
         os.replace(beside, target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

@@ -7,7 +7,7 @@ whoever writes a file says so afterwards, in another one (`directory.py`), and r
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,8 +30,8 @@ class Storage(Protocol):
         """What is there, if anything: names, each with what tells two files of that name on two machines apart."""
         ...
 
-    def save(self, name: str, tree: Any) -> None:
-        """Write a checkpoint."""
+    def save(self, name: str, tree: Any, confirm: Callable[[], None] | None = None) -> None:
+        """Write a checkpoint; what `confirm` raises when all is written leaves what is there."""
         ...
 
     def load(self, name: str) -> Any:
@@ -107,9 +107,9 @@ class LocalStorage:
         except OSError as error:
             raise CheckpointError(f"cannot look into {self._path} for checkpoints: {error.strerror}.") from error
 
-    def save(self, name: str, tree: Any) -> None:
+    def save(self, name: str, tree: Any, confirm: Callable[[], None] | None = None) -> None:
         """Write a checkpoint in one step."""
-        save_file(self._path / name, tree)
+        save_file(self._path / name, tree, confirm=confirm)
 
     def load(self, name: str) -> Any:
         """Read and check one."""
@@ -167,12 +167,12 @@ class RemoteStorage:
                 return {}
             return {entry["name"].rstrip("/").rpartition("/")[2]: "" for entry in found if entry["type"] == "file"}
 
-    def save(self, name: str, tree: Any) -> None:
+    def save(self, name: str, tree: Any, confirm: Callable[[], None] | None = None) -> None:
         """Write a checkpoint."""
         called = self._called(name)
         with tempfile.TemporaryDirectory(prefix="ragtag-") as folder:
             local = Path(folder) / "checkpoint"
-            save_file(local, tree, called=called)
+            save_file(local, tree, called=called, confirm=confirm)
             with self._refusal("write the checkpoint", called):
                 self._system.put_file(str(local), self._full(name))
 

@@ -54,6 +54,7 @@ log = logging.getLogger("ragtag")
 
 _USER_CODE_PATIENCE = 10
 _NAP_S = 0.25
+_LOOK_S = 0.02
 
 
 class Evicted(PeerError):
@@ -80,6 +81,11 @@ class Hub(Protocol):
     @property
     def lost_for_s(self) -> float:
         """Seconds since the hub was last heard; 0 while connected."""
+        ...
+
+    @property
+    def heard_ago_s(self) -> float:
+        """Seconds since it was last heard, by a clock that goes on while this process is frozen."""
         ...
 
     def send(self, frame: Frame) -> None:
@@ -237,6 +243,8 @@ class ElasticGroup(PassingGroup):
                     self._wait_for_news(began_s)
                     continue
                 began_s = time.monotonic()
+                # Since when it has been doing that is what the hub judges by: each attempt is one of its own.
+                self._doing, self._doing_since_s = "joining the next generation", began_s
                 frame = self._pending.popleft()
                 if isinstance(frame, Prep):
                     self._state, instruction = on_prep(self._state, frame, in_call=standing.in_call)
@@ -395,6 +403,19 @@ class ElasticGroup(PassingGroup):
     def checkpointed(self, step: int, name: str) -> None:
         """A checkpoint of this step lies complete under `name`: from now on it is the run's last one."""
         self._send(Checkpointed(generation=self.generation, inc=self.member.inc, step=step, name=name))
+
+    def confirm(self) -> None:
+        """Raise what has ended the generation. Who has just been frozen does not know yet: the hub, which gives nobody
+        up that it has heard within a patience, must have answered within half of one."""
+        hub, end_s = self._hub, time.monotonic() + self.patience_s
+        while hub is not None and hub.heard_ago_s > self.patience_s / 2 and time.monotonic() < end_s:
+            self._raise_failure()
+            time.sleep(_LOOK_S)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if (failure := self.failure) is not None:
+            raise failure
 
     @property
     def failure(self) -> PeerError | None:

@@ -123,6 +123,11 @@ class Group(Protocol):
         """Return when every rank has come."""
         ...
 
+    def confirm(self) -> None:
+        """Return if the others have not gone on without this rank, as far as can be known without asking all of them;
+        raise what ended the group if they have."""
+        ...
+
     def wait(self, work: Work, doing: str) -> None:
         """Return when `work` is done, or raise its error, PeerFailed or PeerLost."""
         ...
@@ -204,6 +209,9 @@ class SoloGroup:
         raise AssertionError("one rank has no transport")
 
     def barrier(self, doing: str) -> None:
+        """Return at once."""
+
+    def confirm(self) -> None:
         """Return at once."""
 
     def wait(self, work: Work, doing: str) -> None:

@@ -207,6 +207,11 @@ class RingGroup:
         """Return when every rank has come."""
         self._meet("barrier", doing, doing, b"")
 
+    def confirm(self) -> None:
+        """Raise what ended the group, if anything did."""
+        if self.failure is not None:
+            raise self.failure
+
     def wait(self, work: Work, doing: str) -> None:
         """Return when `work` is done, or raise its error, PeerFailed or PeerLost."""
         with self._waiting(work.channel, work.number, doing) as hopeless, self._bell.condition:

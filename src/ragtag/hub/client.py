@@ -119,6 +119,11 @@ class HubClient:
         silent_s = self._process_awake() - self._heard_process_awake_s
         return 0.0 if self._connected and silent_s < _SILENT_BEATS * self._beat_s else silent_s
 
+    @property
+    def heard_ago_s(self) -> float:
+        """Seconds since the hub was last heard, by a clock that goes on while this process is frozen."""
+        return self._clock() - self._heard_s
+
     def lost_error(self) -> LaunchError:
         """What to raise where the hub has been lost for too long."""
         return LaunchError(

@@ -199,6 +199,11 @@ class LocalClient:
             self._heard_s = self._hub.now_s
         return self._hub.now_s - self._heard_s
 
+    @property
+    def heard_ago_s(self) -> float:
+        """Seconds since the hub was last heard."""
+        return self.lost_for_s
+
     def send(self, frame: Frame) -> None:
         """Send now, or queue until there is a connection."""
         if (self.frozen or not self._hub.take(self, frame)) and not isinstance(frame, Beat):

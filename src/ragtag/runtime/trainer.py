@@ -342,7 +342,7 @@ class Trainer:
 
         def write() -> None:
             storage, name = split(path)
-            storage.save(name, state.collect(self._run, self._script.state_dict()))
+            storage.save(name, state.collect(self._run, self._script.state_dict()), self._group.confirm)
 
         def call() -> None:
             state.on_rank(0, self._group, "save", write)
