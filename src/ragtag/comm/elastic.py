@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -90,6 +90,10 @@ class Hub(Protocol):
 
     def send(self, frame: Frame) -> None:
         """Queue a frame; never blocks."""
+        ...
+
+    def send_lines(self, inc: str, lines: Sequence[bytes], /) -> None:
+        """Queue lines of the event log, which may get lost; never blocks."""
         ...
 
     def close(self) -> object:
@@ -403,6 +407,11 @@ class ElasticGroup(PassingGroup):
     def checkpointed(self, step: int, name: str) -> None:
         """A checkpoint of this step lies complete under `name`: from now on it is the run's last one."""
         self._send(Checkpointed(generation=self.generation, inc=self.member.inc, step=step, name=name))
+
+    def send_lines(self, lines: Sequence[bytes]) -> None:
+        """Lines for the event log, which the hub writes."""
+        if self._hub is not None:
+            self._hub.send_lines(self.member.inc, lines)
 
     def confirm(self) -> None:
         """Raise what has ended the generation. Who has just been frozen does not know yet: the hub, which gives nobody

@@ -24,7 +24,8 @@ from ragtag.core.values import Plan
 
 _SETTLE_STEPS = 2
 """Steps a plan runs before it is judged: as few as a speed can be known from."""
-_ACHIEVED_OVER = 8
+ACHIEVED_OVER = 8
+"""Steps over which it is seen what a decision has achieved."""
 _REMEMBERED = 200
 _CHUNKS_EVERY = 8
 """Steps between looks at who should own how much of the gradient."""
@@ -99,6 +100,11 @@ class Controller:
     def speeds(self) -> tuple[Speed, ...]:
         """What is known about each rank's speed."""
         return self._state.cluster.speeds
+
+    @property
+    def cluster(self) -> Cluster:
+        """What is known about all ranks."""
+        return self._state.cluster
 
     @property
     def predicted_step_s(self) -> float:
@@ -355,7 +361,7 @@ class Controller:
 def _achieve(state: _State, wall_s: float) -> _State:
     """Count a step under the plan in force, and put the median of its first steps beside what was predicted."""
     history, achieved_s = state.history, state.achieved_s
-    if history and len(achieved_s) < _ACHIEVED_OVER:
+    if history and len(achieved_s) < ACHIEVED_OVER:
         achieved_s = (*achieved_s, wall_s)
         newest = msgspec.structs.replace(history[-1], achieved_step_s=median(achieved_s), achieved_over=len(achieved_s))
         history = (*history[:-1], newest)

@@ -99,6 +99,11 @@ class Emulator:
         now_s = time.monotonic()
         return queue.reserve(now_s, num_bytes) - now_s if queue is not None else 0.0
 
+    @property
+    def devices(self) -> tuple[tuple[str, str], ...]:
+        """Name and host of all devices, by rank."""
+        return tuple((device.name, device.host) for device in self.cluster.expanded())
+
     def describe(self) -> str:
         """One line that says what this rank pretends to be."""
         device, emulation = self.device, self.cluster.emulation

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from ragtag.hub.frames import (
     Frame,
     FromHub,
     Hello,
+    Logged,
     Refused,
     Welcome,
     encode,
@@ -45,6 +46,7 @@ _LAST_DELAY_S = 0.5
 _LONGEST_OPENING_S = 5.0
 _FAREWELL_S = 0.5
 _NO_SOCKET = (-1, 0)
+_LINES_LIMIT = 64
 
 
 class HubClient:
@@ -89,6 +91,8 @@ class HubClient:
         self._patience_s, self._clock, self._jitter = patience_s, clock, jitter
         self._mailbox = Mailbox(on_frame)
         self._outbox: deque[bytes] = deque(maxlen=QUEUE_LIMIT)
+        self._lines: deque[bytes] = deque(maxlen=_LINES_LIMIT)
+        """Frames with lines of the event log, which leave when nothing else has to."""
         self._heard_s = clock()
         # Frozen and woken again, this process has not been left by a hub that it could not hear.
         self._awake = AwakeClock(longest_gap_s=2 * self._beat_s, clock=clock)
@@ -140,6 +144,11 @@ class HubClient:
         data = encode(_within_limits(frame))
         assert len(data) <= FRAME_LIMIT_BYTES, f"a {type(frame).__name__} of {len(data)} bytes"
         self._outbox.append(data)
+        self._wake(self._news)
+
+    def send_lines(self, inc: str, lines: Sequence[bytes]) -> None:
+        """Queue lines of the event log; where the hub is away for long, the oldest are lost."""
+        self._lines.append(encode(Logged(inc=inc, lines=tuple(map(msgspec.Raw, lines)))))
         self._wake(self._news)
 
     def wait(self, *kinds: type[F], timeout_s: float) -> F | None:
@@ -289,12 +298,12 @@ class HubClient:
     async def _deliver(self, connection: ClientConnection) -> None:
         while True:
             self._news.clear()
-            while self._connected and self._outbox:
-                data = self._outbox[0]
+            while self._connected and (box := self._outbox or self._lines):
+                data = box[0]
                 await connection.send(data)
                 # When full it may have dropped this one meanwhile.
-                if self._outbox and self._outbox[0] is data:
-                    self._outbox.popleft()
+                if box and box[0] is data:
+                    box.popleft()
             if self._closing:
                 self._over.set()
             await self._news.wait()

@@ -128,6 +128,13 @@ class Checkpointed(Frame, frozen=True, kw_only=True, tag="checkpointed"):
     name: str
 
 
+class Logged(Frame, frozen=True, kw_only=True, tag="logged"):
+    """Lines of the run's event log, JSON objects; they change nothing."""
+
+    inc: str
+    lines: tuple[msgspec.Raw, ...]
+
+
 # Hub to worker
 
 
@@ -207,9 +214,9 @@ def encode(frame: Frame) -> bytes:
     return msgspec.json.encode(frame)
 
 
-def from_worker(data: bytes | str) -> FromWorker:
+def from_worker(data: bytes | str) -> FromWorker | Logged:
     """Read what a worker sent. Raises msgspec.DecodeError or ValidationError for anything else."""
-    return msgspec.json.decode(data, type=FromWorker)
+    return msgspec.json.decode(data, type=FromWorker | Logged)
 
 
 def from_hub(data: bytes | str) -> FromHub:

@@ -6,11 +6,11 @@ everything that can be delivered has been delivered.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ragtag.core.errors import LaunchError, RagtagError
-from ragtag.hub.frames import Beat, Frame, FromHub, Hello, Refused, encode, from_hub, from_worker
+from ragtag.hub.frames import Beat, Frame, FromHub, Hello, Logged, Refused, encode, from_hub, from_worker
 from ragtag.hub.mailbox import Mailbox
 from ragtag.hub.rules import advance, restore
 from ragtag.hub.rules_state import (
@@ -110,7 +110,9 @@ class LocalHub:
             if isinstance(frame, Hello):
                 self._clients[client.inc] = client
         # As the wire would: whatever cannot be encoded and decoded is no frame.
-        self._happen(Received(inc=client.inc, frame=from_worker(encode(frame))))
+        received = from_worker(encode(frame))
+        assert not isinstance(received, Logged), "this hub keeps no log"
+        self._happen(Received(inc=client.inc, frame=received))
         return True
 
     def lose(self, client: "LocalClient", reason: str) -> None:
@@ -203,6 +205,9 @@ class LocalClient:
     def heard_ago_s(self) -> float:
         """Seconds since the hub was last heard."""
         return self.lost_for_s
+
+    def send_lines(self, inc: str, lines: Sequence[bytes]) -> None:
+        """Lines of the event log: this hub keeps none."""
 
     def send(self, frame: Frame) -> None:
         """Send now, or queue until there is a connection."""

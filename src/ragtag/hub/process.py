@@ -22,6 +22,7 @@ from ragtag.hub.journal import Journal, JournalError
 from ragtag.hub.rules import restore
 from ragtag.hub.rules_state import JournalRecord, RunSettings
 from ragtag.hub.server import HubServer, listen_on
+from ragtag.watch.log_file import LogFile
 
 SETTINGS_STATUS = 2
 """Exit status where the arguments, the token or the address are wrong; starting it again changes nothing."""
@@ -47,8 +48,8 @@ def main(arguments: Sequence[str], *, version: str, environ: Mapping[str, str] =
         with Journal[JournalRecord](options.run_dir, run=options.run, records=JournalRecord) as journal:
             state = restore(journal.records, settings)
             listener = _listener(options)
-            with listener:
-                server = HubServer(state=state, journal=journal, token=token, limits=_limits())
+            with listener, LogFile(options.run_dir / "log.jsonl") as log_file:
+                server = HubServer(state=state, journal=journal, token=token, limits=_limits(), log_file=log_file)
                 asyncio.run(_serve(server, listener))
     except JournalError as error:
         print(f"ragtag hub: {error}", file=sys.stderr)

@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed
 from ragtag.core.errors import LaunchError
 from ragtag.hub.connection import AwakeClock, silent_logger
 from ragtag.hub.door import Door, GuardedConnection, Limits, SeldomLog, caller, one_line
-from ragtag.hub.frames import FRAME_LIMIT_BYTES, End, Frame, FromWorker, Hello, encode, from_worker
+from ragtag.hub.frames import FRAME_LIMIT_BYTES, End, Frame, FromWorker, Hello, Logged, encode, from_worker
 from ragtag.hub.journal import Journal, JournalError
 from ragtag.hub.peer import Pace, Peer
 from ragtag.hub.rules import advance
@@ -36,6 +36,8 @@ from ragtag.hub.rules_state import (
 )
 from ragtag.hub.rules_state import Journal as ToJournal
 from ragtag.hub.rules_suspicion import beat_s
+from ragtag.watch.events import Said
+from ragtag.watch.log_file import LogFile
 
 log = logging.getLogger("ragtag.hub")
 
@@ -59,6 +61,7 @@ class HubServer:
         journal: open for appending.
         token: what every connection must carry.
         clock: seconds that only ever grow.
+        log_file: the run's event log; None: it has none.
     """
 
     def __init__(
@@ -69,8 +72,9 @@ class HubServer:
         token: str,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        log_file: LogFile | None = None,
     ) -> None:
-        self._state, self._journal = state, journal
+        self._state, self._journal, self._log_file = state, journal, log_file
         self._patience_s = state.settings.patience_s
         self._beat_s = beat_s(self._patience_s)
         self._limits = limits or Limits()
@@ -269,6 +273,9 @@ class HubServer:
             if self._peers.get(peer.inc) is not peer:
                 return "a newer connection has replaced it"
             peer.heard_s = self._now()
+            if isinstance(frame, Logged):
+                self._write_lines([bytes(line) for line in frame.lines])
+                continue
             self._happen(Received(inc=peer.inc, frame=frame))
             wait_s = pace.wait_s()
             if wait_s:
@@ -316,7 +323,19 @@ class HubServer:
             self._trouble.warn(f"dropped the connection from {caller(peer.connection)}: it does not read")
 
     def _say(self, effect: Log) -> None:
-        log.log(getattr(logging, effect.level.upper()), "%s", one_line(effect.text))
+        text = one_line(effect.text)
+        log.log(getattr(logging, effect.level.upper()), "%s", text)
+        if effect.level != "debug":
+            self._write_lines([msgspec.json.encode(Said(t=time.time(), level=effect.level, text=text, source="hub"))])
+
+    def _write_lines(self, lines: list[bytes]) -> None:
+        """Into the run's event log; who trains does not depend on it."""
+        if self._log_file is None:
+            return
+        try:
+            self._log_file.append([line for line in lines if b"\n" not in line])
+        except OSError as error:
+            self._trouble.warn(f"the run's log {self._log_file.path} cannot be written: {error.strerror}")
 
     def _fail(self, error: JournalError) -> None:
         self._failed = error
@@ -375,7 +394,7 @@ def listen_on(address: str, port: int) -> socket.socket:
     return listener
 
 
-def _read(message: str | bytes) -> FromWorker:
+def _read(message: str | bytes) -> FromWorker | Logged:
     try:
         return from_worker(message)
     except RecursionError as error:

@@ -143,11 +143,13 @@ class Keeping:
         mark = Mark(run=history.run, generation=history.generation + run.generation, step=run.committed)
         if mark != self._last:
             run.group.note(run.committed, f"writing the checkpoint {mark.name}")
+            began_s = time.monotonic()
             tree = state.collect(run, self._script.state_dict())
             self._directory.save(mark, tree, keep=run.config.checkpoint_keep, bad=history.bad)
             self._last = mark
             if isinstance(run.group, ElasticGroup):
                 run.group.checkpointed(run.committed, self._directory.where(mark))
+            run.recorder.saved(run.committed, self._directory.where(mark), time.monotonic() - began_s)
             log.info("step %d: saved %s", run.committed, self._directory.where(mark))
         return mark
 
@@ -167,6 +169,7 @@ class Keeping:
         except CheckpointError as error:
             if group.rank == 0:
                 log.error("stopped by %s after step %d: %s %s", number.name, run.committed, error, self._newest())
+        run.recorder.ended(run.committed, f"stopped by {number.name}")
         process_exit.ending_with(128 + number)
         raise Stopped(128 + number)
 

@@ -37,6 +37,7 @@ from ragtag.runtime.gradients import GradientSums
 from ragtag.runtime.loader import UnitLoader
 from ragtag.runtime.names import named_buffers, named_parameters
 from ragtag.runtime.precision import LossScale
+from ragtag.runtime.recording import NoRecorder, Recorder
 from ragtag.runtime.replicas import check_replicas
 from ragtag.runtime.trial import Nature
 from ragtag.runtime.work import StepWork
@@ -80,6 +81,8 @@ class Run:
     """Moves shares as speeds change; None: they are pinned, or there is one rank."""
     pace: Pace
     memory: MemoryLimit
+    recorder: Recorder = field(default_factory=NoRecorder)
+    """Who is told what belongs into the event log."""
     boundary: Boundary = field(default_factory=Boundary)
     """What is done between two steps."""
     history: History | None = None

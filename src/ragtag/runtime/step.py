@@ -157,7 +157,7 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
             run.check_replicas(number)
     run.loader.keep(lambda key: key[0] > number)  # what others have pulled from us
     run.keep_prefetched()
-    return StepReport(
+    report = StepReport(
         number=number,
         loss=outcome.loss_total / outcome.weight if outcome.weight else math.nan,
         metrics={
@@ -178,6 +178,8 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
         plan_id=settling.plan_id,
         generation=run.generation,
     )
+    run.recorder.step(run, settling, report)
+    return report
 
 
 @contextmanager

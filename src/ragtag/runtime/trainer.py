@@ -5,6 +5,8 @@ import inspect
 import json
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,6 +21,7 @@ from ragtag.checkpoint.storage import split
 from ragtag.comm.elastic import ElasticGroup, Standing
 from ragtag.comm.generation import connect_elastic
 from ragtag.comm.group import Group
+from ragtag.comm.judge import described
 from ragtag.comm.passing import GenerationEnded
 from ragtag.comm.rendezvous import connect
 from ragtag.control.membership import Brought
@@ -34,6 +37,7 @@ from ragtag.runtime.evaluation import Evaluation, evaluate
 from ragtag.runtime.loader import UnitLoader, check_dataset
 from ragtag.runtime.measure import measure, wanted_profile
 from ragtag.runtime.prepare import prepare
+from ragtag.runtime.recorder import recorder
 from ragtag.runtime.resuming import read_file
 from ragtag.runtime.run import Run
 from ragtag.runtime.script import ScriptPosition
@@ -143,6 +147,8 @@ class Trainer:
                 keeping.begin(self._run, self._script)
         self._keeper = keeping.keeper(self._run, self._script)
         self._cover = self._make_cover()
+        self._run.recorder = recorder(config, self._group, () if emulator is None else emulator.devices)
+        self._run.recorder.began(self._run, sys.argv[0])
 
     def _joined(self, group: ElasticGroup, prepared: Callable[[], Run]) -> Run:
         """Take part in a generation, as one of the first, or with what the others have done so far."""
@@ -246,6 +252,8 @@ class Trainer:
         run, complete = self._run, False
         call, last = self._script.claim(n, committed=run.committed)
         try:
+            if run.committed < last:
+                run.recorder.looped(run, last)
             # Asked anew each time: the loop's body may have loaded an older or a newer state.
             while self._script.is_open(call) and run.committed < last:
                 self._between_steps()
@@ -317,8 +325,10 @@ class Trainer:
                 return json.dumps(evaluation.to_state())
 
             value = json.loads(self._with_all(call, "evaluating"))
+            done = Evaluation.from_state(value)
+            run.recorder.evaluated(run.committed, float(done), done.metrics)
         self._script.record(value)
-        return Evaluation.from_state(value)
+        return done
 
     def _eval_loader(self, dataset: Any) -> UnitLoader:
         """One loader a dataset, kept while it is among the last few, so that its worker processes start once."""
@@ -347,8 +357,10 @@ class Trainer:
         def call() -> None:
             state.on_rank(0, self._group, "save", write)
 
+        began_s = time.monotonic()
         with self._failure_reaches_all(f"saving {path}"):
             self._or_refused(call, "saving")
+        self._run.recorder.saved(self._run.committed, str(path), time.monotonic() - began_s)
 
     def load(self, path: str | os.PathLike[str], *, replay: bool = True) -> None:
         """Continue from a file that `save` wrote, on any number of ranks; any one of them needs the file.
@@ -407,6 +419,8 @@ class Trainer:
         """Leave the group and end loader workers; the process's end does it too."""
         self._keeper.close()
         self._cover.close()
+        self._run.recorder.ended(self._run.committed, "")
+        self._run.recorder.close()
         self._run.close()
         for _, loader in self._eval_loaders.values():
             loader.close()
@@ -418,6 +432,8 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Close; an error on its way out is told to the other ranks first."""
+        if error is not None:
+            self._run.recorder.ended(self._run.committed, described(error))
         if error is not None and not isinstance(error, Stopped):
             self._group.announce_failure(error, "the script's own code")
         self.close()
