@@ -438,6 +438,34 @@ def plan(
     )
 
 
+@app.command(
+    help="""Make a page of a run's event log: losses, eta, devices and what each adds, decisions and what came of them.
+
+\b
+Examples:
+  ragtag report                                   the newest run, into runs/latest/report.html
+  ragtag report runs/run-20260101-120000-4711 --output report.html
+  ragtag report run.jsonl --trace trace.json      for https://ui.perfetto.dev or chrome://tracing
+  ragtag report run.jsonl --json                  everything as one JSON object
+""",
+)
+def report(
+    log: Annotated[
+        Path | None, typer.Argument(help="A log, or a run's directory; default: runs/latest.", metavar="LOG")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Where the page goes.", metavar="FILE")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace for Perfetto or Chrome.", metavar="FILE")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Make a page of a run's event log."""
+    from ragtag.cli.report import run_report
+    from ragtag.cli.run_directory import LATEST
+
+    run_report(log or LATEST, output=output, trace=trace, as_json=as_json)
+
+
 def main() -> None:
     """Run the command line; a mistake is one line on standard error and status 2."""
     try:

@@ -111,6 +111,7 @@ class EventRecorder:
         self._sample_s: list[deque[float]] = []
         self._verdict_due_s = 0.0
         self._said = SaidHandler(self)
+        self._run: Run | None = None
         self._last_step = 0
         self._has_ended = False
         logging.getLogger("ragtag").addHandler(self._said)
@@ -123,6 +124,7 @@ class EventRecorder:
 
     def began(self, run: Run, script: str) -> None:
         """Remember what the log begins with; it is written with the first event."""
+        self._run = run
         trained = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
         self._began = Began(
             run=os.environ.get("RAGTAG_RUN", ""),
@@ -212,13 +214,13 @@ class EventRecorder:
 
         return worked_out
 
-    def _tell_decisions(self, run: Run) -> None:
-        """New ones, and each once more when it was seen what it achieved."""
+    def _tell_decisions(self, run: Run, *, at_end: bool = False) -> None:
+        """New ones, and each once more when it was seen what it achieved, or no more is to be seen."""
         newest = run.decisions[-_LOOKED_AT:]
         for decision in newest:
             key = (decision.step, decision.kind)
             is_new = key not in self._told_decisions
-            least = ACHIEVED_OVER if decision is newest[-1] else 1
+            least = ACHIEVED_OVER if decision is newest[-1] and not at_end else 1
             complete = decision.achieved_over >= least
             if is_new or (complete and not self._told_decisions[key]):
                 self._told_decisions[key] = complete
@@ -297,6 +299,8 @@ class EventRecorder:
         """The run ends."""
         if self._writes and not self._has_ended:
             self._has_ended = True
+            if self._run is not None:
+                self._tell_decisions(self._run, at_end=True)
             self._writer.write(Ended(step=step, reason=reason))
 
     def _script_ended(self) -> None:
