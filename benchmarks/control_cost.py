@@ -127,7 +127,16 @@ def main() -> None:
     if "RAGTAG_LAUNCHED" in os.environ:
         worker(arguments)
         return
-    launch = [sys.executable, "-m", "ragtag.cli.main", "launch", "--fixed", "--local", str(arguments.workers)]
+    launch = [
+        sys.executable,
+        "-m",
+        "ragtag.cli.main",
+        "launch",
+        "--fixed",
+        "--no-page",
+        "--local",
+        str(arguments.workers),
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     raise SystemExit(subprocess.run([*launch, __file__, *sys.argv[1:]], env=environ).returncode)
 

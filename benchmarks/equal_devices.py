@@ -111,7 +111,16 @@ def main() -> None:
         worker(arguments)
         return
     with tempfile.TemporaryDirectory() as directory:
-        launch = [sys.executable, "-m", "ragtag.cli.main", "launch", "--fixed", "--local", str(arguments.workers)]
+        launch = [
+            sys.executable,
+            "-m",
+            "ragtag.cli.main",
+            "launch",
+            "--fixed",
+            "--no-page",
+            "--local",
+            str(arguments.workers),
+        ]
         command = [*launch, __file__, *sys.argv[1:], "--meeting", os.path.join(directory, "meeting")]
         raise SystemExit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
 

@@ -250,7 +250,18 @@ def launch(name: str, arguments: argparse.Namespace, directory: Path, peer: str 
     warm_up = arguments.warm_up or CASES[name].warm_up
     numbers = {"--rounds": arguments.rounds, "--steps": arguments.steps, "--warm-up": warm_up}
     own = ["--case", name, *(word for key, value in numbers.items() for word in (key, str(value)))]
-    command = [sys.executable, "-m", "ragtag.cli.main", "launch", "--fixed", "--emulate", str(cluster), __file__, *own]
+    command = [
+        sys.executable,
+        "-m",
+        "ragtag.cli.main",
+        "launch",
+        "--fixed",
+        "--no-page",
+        "--emulate",
+        str(cluster),
+        __file__,
+        *own,
+    ]
     return [*command, *(["--peer", peer] if peer else []), "--meeting", str(directory / "meeting")]
 
 

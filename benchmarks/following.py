@@ -71,7 +71,18 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print(json.dumps(seen), flush=True)
         return
-    launch = [sys.executable, "-m", "ragtag.cli.main", "launch", "--fixed", "--local", "2", __file__, "--worker"]
+    launch = [
+        sys.executable,
+        "-m",
+        "ragtag.cli.main",
+        "launch",
+        "--fixed",
+        "--no-page",
+        "--local",
+        "2",
+        __file__,
+        "--worker",
+    ]
     runs = []
     for _ in range(arguments.rounds):
         done = subprocess.run(

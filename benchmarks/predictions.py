@@ -153,7 +153,8 @@ class Bench:
         else:
             pinned = [] if shares is None else ["--shares", ",".join(map(str, shares))]
             output = call(
-                [*RAGTAG, "launch", "--fixed", "--emulate", str(file), *pinned, *SCRIPT, *arguments], **variables
+                [*RAGTAG, "launch", "--fixed", "--no-page", "--emulate", str(file), *pinned, *SCRIPT, *arguments],
+                **variables,
             )
         rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')][SETTLED:]
         return {

@@ -136,7 +136,7 @@ def test_workers_get_their_place_and_their_arguments(tmp_path):
     train = script(tmp_path, SHOWS)
     logs = tmp_path / "runs" / "1"
     words = ["--local", "3", "--shares", "8,5,3", "--all-output", "--logs", str(logs), train]
-    answer = run([*RAGTAG, "launch", "--fixed", *words, "--local", "9", "--", "-m"])
+    answer = run([*RAGTAG, "launch", "--fixed", "--no-page", *words, "--local", "9", "--", "-m"])
     assert answer.returncode == 0, answer.stderr
     lines = sorted(answer.stdout.splitlines())
     assert lines == [
@@ -262,7 +262,7 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path, monkeypatch, capfd, 
 
 def test_no_worker_outlives_a_killed_launcher(tmp_path):
     text = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(120)"
-    command = [*RAGTAG, "launch", "--fixed", "--local", "2", "--all-output", script(tmp_path, text)]
+    command = [*RAGTAG, "launch", "--fixed", "--no-page", "--local", "2", "--all-output", script(tmp_path, text)]
     with running(command) as process:
         pids = started(process, 2)
         process.kill()
@@ -271,7 +271,7 @@ def test_no_worker_outlives_a_killed_launcher(tmp_path):
 
 
 def test_ranks_meet_and_an_exception_is_printed_once(tmp_path):
-    answer = run([*RAGTAG, "launch", "--fixed", "--local", "3", script(tmp_path, TRAINS), "raise"])
+    answer = run([*RAGTAG, "launch", "--fixed", "--no-page", "--local", "3", script(tmp_path, TRAINS), "raise"])
     assert answer.returncode == 1
     assert answer.stdout == "sum 3.0 3\n"
     assert answer.stderr.count("ValueError: bad sample") == 1
@@ -300,7 +300,17 @@ def test_ranks_meet_at_rank_0_when_torchrun_shares_no_store(tmp_path):
 
 
 def test_ctrl_c_during_training_is_quiet_and_leaves_nothing(tmp_path):
-    command = [*RAGTAG, "launch", "--fixed", "--local", "2", "--all-output", script(tmp_path, TRAINS), "forever"]
+    command = [
+        *RAGTAG,
+        "launch",
+        "--fixed",
+        "--no-page",
+        "--local",
+        "2",
+        "--all-output",
+        script(tmp_path, TRAINS),
+        "forever",
+    ]
     with running(command) as process:
         pids = started(process, 2)
         process.send_signal(signal.SIGINT)

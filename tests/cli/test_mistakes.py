@@ -62,7 +62,7 @@ def script(tmp_path_factory):
     return path
 
 
-def start(script, mistake, launcher=("ragtag", "launch", "--fixed", "--local", "3")):
+def start(script, mistake, launcher=("ragtag", "launch", "--fixed", "--no-page", "--local", "3")):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     command = [*launcher, str(script), mistake]
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

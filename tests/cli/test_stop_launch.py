@@ -62,7 +62,9 @@ def test_launch_ends_with_a_checkpoint(tmp_path, name, status):
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     runs = tmp_path / "runs"
-    answer = run([*RAGTAG, "launch", "--fixed", "--local", "2", "--checkpoint", str(runs), str(script), name])
+    answer = run(
+        [*RAGTAG, "launch", "--fixed", "--no-page", "--local", "2", "--checkpoint", str(runs), str(script), name]
+    )
     assert answer.returncode == status, answer.stderr
     done = assert_goes_on(runs)
     first, second, last = answer.stderr.splitlines()

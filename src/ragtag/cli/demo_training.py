@@ -48,7 +48,7 @@ class Training:
 
 def launch_command(*arguments: str) -> list[str]:
     """Return the command line of `ragtag launch`, with this Python."""
-    return [sys.executable, "-m", "ragtag.cli.main", "launch", "--fixed", *arguments]
+    return [sys.executable, "-m", "ragtag.cli.main", "launch", "--fixed", "--no-page", *arguments]
 
 
 def progress_bars(console: Console) -> Progress:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ragtag.cli.hub_question import ask
+from ragtag.cli.listening import listening
 from ragtag.cli.worker_process import die_with, say, signal_name
 from ragtag.core.errors import LaunchError, SettingError
 from ragtag.core.hub_address import is_loopback, written
@@ -36,6 +37,7 @@ class HubProcess:
     Args:
         address: of this machine, where workers come; port 0: any.
         directory: a new one, for the hub's journal.
+        quiet: let it say only what goes wrong.
 
     Raises:
         LaunchError: the address is none of this machine's, or the port is taken.
@@ -52,6 +54,7 @@ class HubProcess:
         directory: Path,
         patience_s: float,
         environ: Mapping[str, str],
+        quiet: bool = False,
     ) -> None:
         if (directory / FILE_NAME).exists():
             raise SettingError(
@@ -61,7 +64,13 @@ class HubProcess:
         self.ended: int | None = None
         """Status of a hub that is not started again; None: it runs."""
         self._token, self._environ = token, environ
-        self._listener = _listening(address, port)
+        self._listener = listening(
+            address,
+            port,
+            what="The hub",
+            advice="Give --address one of this machine's addresses (`ip -brief address` lists them) and --port a free "
+            "port.",
+        )
         port = self._listener.getsockname()[1]
         shown = socket.gethostname() if address in ("0.0.0.0", "::") else address
         self.at = written(shown, port)
@@ -73,7 +82,16 @@ class HubProcess:
         """HOST:PORT on this machine."""
         self._private = is_loopback(address)
         self._command = [
-            *(sys.executable, "-m", "ragtag.hub", "--brief", "--fd", str(self._listener.fileno()), "--run", run),
+            *(
+                sys.executable,
+                "-m",
+                "ragtag.hub",
+                "--quiet" if quiet else "--brief",
+                "--fd",
+                str(self._listener.fileno()),
+                "--run",
+                run,
+            ),
             *("--run-dir", str(directory), "--patience", str(patience_s)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
@@ -149,18 +167,3 @@ class HubProcess:
                 process.kill()
                 process.wait()
         self._listener.close()
-
-
-def _listening(address: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            f"The hub cannot listen on {address}, port {port}: {error.strerror}. Give --address one of this machine's "
-            f"addresses (`ip -brief address` lists them) and --port a free port."
-        ) from None
-    return listener

@@ -20,6 +20,7 @@ from ragtag.cli.folding import Folding
 from ragtag.cli.launch_plan import planned_run
 from ragtag.cli.output import Output, write
 from ragtag.cli.run_directory import log_environ
+from ragtag.cli.views import Shown, Views
 from ragtag.cli.worker_process import (
     PEER_FAILED_STATUS,
     ToldPatience,
@@ -138,12 +139,18 @@ def parse_shares(text: str) -> tuple[int, ...]:
     return shares
 
 
-def launch_local(request: Request, directory: Path | None = None, environ: Mapping[str, str] = os.environ) -> int:
+def launch_local(
+    request: Request,
+    directory: Path | None = None,
+    shown: Shown | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> int:
     """Run the workers until all have ended; return the launch's exit status.
 
     Args:
         request: what to run.
         directory: where the run writes about itself; None: it does not.
+        shown: what is shown of it; None: nothing.
         environ: of the launcher.
 
     0; the status of the first worker that failed by itself (128 + signal where one killed it); 130 or 143 after
@@ -157,16 +164,20 @@ def launch_local(request: Request, directory: Path | None = None, environ: Mappi
 
     handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     workers: list[Worker] = []
+    views = None
     told, folding = ToldPatience(), Folding("rank", write)
     try:
+        views = Views(shown or Shown(page=False, quiet=True), directory, environ)
         _start(request, {**log_environ(directory), **environ}, workers, told, folding)
-        return _follow(workers, signals, told, folding)
+        return _follow(workers, signals, told, folding, views)
     finally:
         for worker in workers:
             kill(worker, signal.SIGKILL)
             worker.process.wait()
         _finish_output(workers, folding, interrupted=bool(signals))
         told.close()
+        if views is not None:
+            views.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -223,7 +234,7 @@ def _start(
         worker.output.follow(worker.process)
 
 
-def _follow(workers: list[Worker], signals: list[int], told: ToldPatience, folding: Folding) -> int:
+def _follow(workers: list[Worker], signals: list[int], told: ToldPatience, folding: Folding, views: Views) -> int:
     """Return the exit status once every worker has ended; at most a bounded time after a failure or a signal."""
     patience_s = 0.0
     failed: list[Worker] = []
@@ -259,6 +270,7 @@ def _follow(workers: list[Worker], signals: list[int], told: ToldPatience, foldi
         for worker in running:
             worker.output.show_held(older_than_s=_HOLD_S)
         folding.show()
+        views.look()
         time.sleep(_POLL_S)
     _finish_output(workers, folding, interrupted=bool(asked_by))
     if asked_by:

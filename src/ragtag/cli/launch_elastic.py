@@ -20,6 +20,7 @@ from ragtag.cli.hub_question import HubGone, HubUnreachable, ask
 from ragtag.cli.launch import Request, make_log_directory, worker_environ
 from ragtag.cli.output import Output, write
 from ragtag.cli.run_directory import make_run_directory
+from ragtag.cli.views import Shown, Views
 from ragtag.cli.worker_process import PEER_FAILED_STATUS, ToldPatience, Worker, kill, say, signal_name, start_worker
 from ragtag.core.errors import LaunchError, SettingError
 from ragtag.core.hub_address import hub_address, is_loopback
@@ -57,7 +58,9 @@ class _Place:
     """How the last worker ended, once no other is to follow."""
 
 
-def launch_elastic(request: Request, elastic: Elastic, environ: Mapping[str, str] = os.environ) -> int:
+def launch_elastic(
+    request: Request, elastic: Elastic, shown: Shown | None = None, environ: Mapping[str, str] = os.environ
+) -> int:
     """Supervise the workers, and the hub where it is this machine's, until the run is over; return the exit status.
 
     0: a script here has run to its end. 75: the run ended because of another machine. 130 or 143: Ctrl-C or SIGTERM.
@@ -73,7 +76,7 @@ def launch_elastic(request: Request, elastic: Elastic, environ: Mapping[str, str
             "follow measured speed), or --elastic, --address, --port, --token and --hub."
         )
     make_log_directory(request)
-    supervisor = _Supervisor(request, elastic, environ)
+    supervisor = _Supervisor(request, elastic, shown or Shown(page=False), environ)
     handlers = {number: signal.signal(number, supervisor.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         supervisor.start()
@@ -85,8 +88,9 @@ def launch_elastic(request: Request, elastic: Elastic, environ: Mapping[str, str
 
 
 class _Supervisor:
-    def __init__(self, request: Request, elastic: Elastic, environ: Mapping[str, str]) -> None:
-        self._request, self._elastic, self._environ = request, elastic, environ
+    def __init__(self, request: Request, elastic: Elastic, shown: Shown, environ: Mapping[str, str]) -> None:
+        self._request, self._elastic, self._shown, self._environ = request, elastic, shown, environ
+        self._views: Views | None = None
         self._signals: list[int] = []
         self._asked_s: float | None = None
         """When the workers were told to end."""
@@ -111,17 +115,21 @@ class _Supervisor:
         """Start the hub, if it is ours; the workers follow."""
         elastic, request = self._elastic, self._request
         if elastic.hub is None:
+            directory = make_run_directory(elastic.directory)
             self._hub = HubProcess(
                 address=elastic.address,
                 port=elastic.port,
                 token=elastic.token,
                 run=elastic.run,
-                directory=make_run_directory(elastic.directory),
+                directory=directory,
                 patience_s=elastic.patience_s,
                 environ=self._environ,
+                quiet=self._shown.quiet,
             )
             self._hub.start()
-            self._hub.say_how_to_join(request.command)
+            if not self._shown.quiet:
+                self._hub.say_how_to_join(request.command)
+            self._views = Views(self._shown, directory, self._environ)
             hub = self._hub.at
         else:
             hub = elastic.hub
@@ -175,6 +183,8 @@ class _Supervisor:
                     self._look_after(place, now_s)
             self._end_workers(now_s)
             self._folding.show()
+            if self._views is not None:
+                self._views.look()
             time.sleep(_POLL_S)
         self._folding.show(everything=True)
         if self._signals:
@@ -343,6 +353,8 @@ class _Supervisor:
         self._folding.show(everything=True)
         if self._hub is not None:
             self._hub.close()
+        if self._views is not None:
+            self._views.close()
         self._told.close()
 
 

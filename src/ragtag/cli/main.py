@@ -126,9 +126,26 @@ def launch(
             metavar="DIR",
         ),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Say nothing but what the script says and what goes wrong.")
+    ] = False,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Serve a live page of the run, for this machine.")
+    ] = True,
+    page_port: Annotated[int, typer.Option("--page-port", help="Its port; 0: any.", min=0, max=65535)] = 0,
+    tensorboard: Annotated[
+        Path | None, typer.Option("--tensorboard", help="Write TensorBoard's event files here.", metavar="DIR")
+    ] = None,
+    prometheus: Annotated[
+        int | None, typer.Option("--prometheus", help="Serve metrics for Prometheus at this port.", metavar="PORT")
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option("--wandb", help="Log to this project of Weights & Biases.", metavar="PROJECT")
+    ] = None,
 ) -> None:
     """Run a script on this machine's devices."""
     from ragtag.cli.launch import launch_local, request
+    from ragtag.cli.views import Shown
 
     wanted = request(
         script=script,
@@ -146,14 +163,17 @@ def launch(
     from ragtag.cli.elastic_request import elastic_request, is_elastic
     from ragtag.cli.run_directory import make_run_directory
 
+    shown = Shown(
+        quiet=quiet, page=page, page_port=page_port, tensorboard=tensorboard, prometheus=prometheus, wandb=wandb
+    )
     joining = {"--hub": hub, "--address": address, "--port": port, "--token": token}
     if not is_elastic(elastic, pinned=wanted.shares is not None, joining=[word for word in joining if joining[word]]):
-        raise typer.Exit(launch_local(wanted, make_run_directory(run_directory)))
+        raise typer.Exit(launch_local(wanted, make_run_directory(run_directory), shown))
     from ragtag.cli.launch_elastic import launch_elastic
 
     raise typer.Exit(
         launch_elastic(
-            wanted, elastic_request(hub=hub, token=token, address=address, port=port, directory=run_directory)
+            wanted, elastic_request(hub=hub, token=token, address=address, port=port, directory=run_directory), shown
         )
     )
 
@@ -464,6 +484,67 @@ def report(
     from ragtag.cli.run_directory import LATEST
 
     run_report(log or LATEST, output=output, trace=trace, as_json=as_json)
+
+
+@app.command(
+    help="""Look at a run while it goes on, or at what it has left: speed, losses, who waits for whom, who is worth it.
+
+TARGET is a log, a run's directory, or the address of a run's page; the newest run on this machine if left out.
+
+\b
+Examples:
+  ragtag watch                                in this terminal, until Ctrl-C
+  ragtag watch -1                             one look
+  ragtag watch runs/run-20260101-120000-4711
+  ragtag watch 'http://127.0.0.1:41234/?token=TOKEN'
+  ragtag watch --web                          as a page; prints its address
+  ragtag watch --json                         everything as one JSON object
+  ragtag watch --tensorboard runs/tensorboard --prometheus 9464
+""",
+)
+def watch(
+    target: Annotated[
+        str | None, typer.Argument(help="Log, run's directory or page's address.", metavar="TARGET")
+    ] = None,
+    once: Annotated[bool, typer.Option("-1", "--once", help="Print it once and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object and end.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Serve the page of it, and print its address.")] = False,
+    port: Annotated[
+        int | None, typer.Option("--port", help="With --web: where; any free one if left out.", min=0, max=65535)
+    ] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option("--bind", help="With --web: this address of this machine, not loopback.", metavar="ADDRESS"),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option("--tensorboard", help="Also write TensorBoard's files here.", metavar="DIR")
+    ] = None,
+    prometheus: Annotated[
+        int | None,
+        typer.Option("--prometheus", help="Also serve /metrics at this port of loopback.", min=0, max=65535),
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option("--wandb", help="Also log to this project of Weights & Biases.", metavar="PROJECT")
+    ] = None,
+) -> None:
+    """Look at a run."""
+    from ragtag.cli.watch import Request, run_watch
+
+    raise typer.Exit(
+        run_watch(
+            Request(
+                target=target,
+                once=once,
+                as_json=as_json,
+                web=web,
+                port=port,
+                bind=bind,
+                tensorboard=tensorboard,
+                prometheus=prometheus,
+                wandb=wandb,
+            )
+        )
+    )
 
 
 def main() -> None:

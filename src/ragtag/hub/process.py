@@ -37,7 +37,8 @@ def main(arguments: Sequence[str], *, version: str, environ: Mapping[str, str] =
     """Run the hub until SIGTERM or Ctrl-C and return the exit status. Errors are printed, without a traceback."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="ragtag hub: %(message)s")
-    logging.getLogger("ragtag.hub").setLevel(logging.INFO if options.brief else logging.DEBUG)
+    level = logging.WARNING if options.quiet else logging.INFO if options.brief else logging.DEBUG
+    logging.getLogger("ragtag.hub").setLevel(level)
     try:
         if not 0 < options.patience <= 86400:
             raise SettingError(f"--patience is {options.patience:g}. Expected seconds above 0, at most 86400.")
@@ -106,5 +107,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, required=True, help="where the run's journal lies")
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--brief", action="store_true", help="print a line for each change of who trains, and no more")
+    parser.add_argument("--quiet", action="store_true", help="print only what goes wrong")
     parser.add_argument("--patience", type=float, default=30.0, help="patience_s, in seconds")
     return parser

@@ -110,11 +110,11 @@ class EventRecorder:
         """Whether with what they achieved."""
         self._sample_s: list[deque[float]] = []
         self._verdict_due_s = 0.0
-        self._said = SaidHandler(self)
+        self._said = Listener(self)
         self._run: Run | None = None
         self._last_step = 0
         self._has_ended = False
-        logging.getLogger("ragtag").addHandler(self._said)
+        logging.getLogger("ragtag").addFilter(self._said)
         # After the script and before the group says goodbye, whose handler was registered earlier.
         atexit.register(self._script_ended)
 
@@ -311,20 +311,22 @@ class EventRecorder:
     def close(self) -> None:
         """Write what is left."""
         atexit.unregister(self._script_ended)
-        logging.getLogger("ragtag").removeHandler(self._said)
+        logging.getLogger("ragtag").removeFilter(self._said)
         self._writer.close()
 
 
-class SaidHandler(logging.Handler):
-    """Passes on what ragtag says."""
+class Listener(logging.Filter):
+    """Hears what ragtag says, and lets everything pass: with a handler in its place Python would no longer print
+    warnings of scripts that set up no logging."""
 
     def __init__(self, to: EventRecorder) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self._to = to
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         """One line."""
         self._to.said("warning" if record.levelno >= logging.WARNING else "info", record.getMessage())
+        return True
 
 
 def _decided(decision: Decision) -> Decided:

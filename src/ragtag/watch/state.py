@@ -303,7 +303,9 @@ class RunState:
                 self.devices[member.name] = Device(member=member, rank=rank, since_step=since, totals=totals)
             else:
                 device.member, device.rank = member, rank
-        self.roster = tuple(self.devices[name] for name in names)
+        roster = tuple(self.devices[name] for name in names)
+        if list(map(id, roster)) != list(map(id, self.roster)):
+            self.roster = roster
         gone = [name for name, device in self.devices.items() if device.rank is None]
         for name in gone[: max(0, len(gone) - _KEPT_DEVICES)]:
             del self.devices[name]
