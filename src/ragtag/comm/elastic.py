@@ -5,6 +5,7 @@ surfaces as `GenerationEnded`; the training thread then calls `regroup`, which a
 returns in the next generation. What that means for the step in hand is the caller's business (docs/membership.md).
 """
 
+import gc
 import logging
 import threading
 import time
@@ -55,6 +56,8 @@ log = logging.getLogger("ragtag")
 _USER_CODE_PATIENCE = 10
 _NAP_S = 0.25
 _LOOK_S = 0.02
+_COLLECT_EVERY = 8
+"""Generations."""
 
 
 class Evicted(PeerError):
@@ -149,6 +152,8 @@ class ElasticGroup(PassingGroup):
         self._form, self._where, self._may_leave = form, where, may_leave
         self._checkpoint = ""
         self._hub: Hub | None = None
+        self._num_left = 0
+        """Generations that this worker was in and is no more."""
         self._changed = threading.Condition()
         self._state = WorkerState(inc=member.inc)
         self._pending: deque[Prep | Go] = deque()
@@ -323,7 +328,11 @@ class ElasticGroup(PassingGroup):
             inner, self._inner = self._inner, None
         if inner is not None:
             inner.abandon("this generation is over")
-            thread = threading.Thread(target=inner.close, name="ragtag-leaving", daemon=True)
+            self._num_left += 1
+            # What its errors and their frames hold on to in circles, sockets among it, is freed by the collector only,
+            # which may not come by for hours; one look takes some hundredths of a second.
+            collects = self._num_left % _COLLECT_EVERY == 0
+            thread = threading.Thread(target=_close, args=(inner, collects), name="ragtag-leaving", daemon=True)
             thread.start()
             self._leaving = [*(each for each in self._leaving if each.is_alive()), thread]
 
@@ -491,3 +500,10 @@ class ElasticGroup(PassingGroup):
         if first:
             self._fail(str(error), error.rank)
         return GenerationEnded(str(error), rank=error.rank, host=error.host)
+
+
+def _close(inner: Inner, collects: bool) -> None:
+    inner.close()
+    del inner
+    if collects:
+        gc.collect()
