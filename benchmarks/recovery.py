@@ -1,22 +1,26 @@
 """How long training stands still when a worker is killed: ragtag beside torchrun's elastic restart, in one run.
 
-    scripts/bench recovery [--rounds 5] [--workers 3] [--step-ms 50] [--json]
+    scripts/bench recovery [--rounds 5] [--workers 3] [--step-ms 50] [--torchft] [--json]
 
 Both train the same small model with the same number of workers and step length. A worker is killed with SIGKILL in
 mid-step; the figure is the time from there to the next step that the others commit, less a usual step, as a median over
 rounds. ragtag's workers go on with the very step; torchrun restarts all of them, and the script goes on from a file it
-writes after each step (the time of writing is not counted). "full" is when all workers train again.
+writes after each step (the time of writing is not counted). "full" is when all workers train again. With --torchft
+(`pip install 'ragtag[peers]'`) it is there too, with its own defaults, each worker a replica group that is started
+again at once; its steps that a lost replica spoils are discarded, so others' work of that step is done again.
 """
 
 import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 DATA = 4096
@@ -76,6 +80,73 @@ def torchrun_worker(directory: Path, steps: int, step_s: float) -> None:
     dist.destroy_process_group()
 
 
+def torchft_worker(directory: Path, steps: int, step_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+    import torchft  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    model = torch.nn.Linear(64, 64)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def load(state):
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timedelta(seconds=30)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        replica_id=os.environ["REPLICA"],
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=os.environ["LIGHTHOUSE"],
+        hostname="127.0.0.1",
+        timeout=timedelta(seconds=30),
+    )
+    parallel, optimizer = torchft.DistributedDataParallel(manager, model), torchft.Optimizer(manager, inner)
+    while manager.current_step() < steps:
+        time.sleep(step_s)
+        before = manager.current_step()
+        optimizer.zero_grad()
+        parallel(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            note(directory, manager.current_step(), manager.num_participants())
+    manager.shutdown(wait=False)
+
+
+def torchft_launch(script: list[str], workers: int, environ: dict[str, str]) -> None:
+    """A lighthouse and the replicas; one that is killed is started again at once."""
+    from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000)
+    address = lighthouse.address().replace(socket.gethostname(), "127.0.0.1")
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        own = {**environ, "LIGHTHOUSE": address, "REPLICA": f"replica{number}_", "RUST_LOG": "warn"}
+        return subprocess.Popen(
+            [sys.executable, *script], env=own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    replicas = {number: start(number) for number in range(workers)}
+    try:
+        while any(process.poll() is None for process in replicas.values()):
+            for number, process in replicas.items():
+                if process.poll() == -signal.SIGKILL:
+                    replicas[number] = start(number)
+            time.sleep(0.01)
+    finally:
+        for process in replicas.values():
+            process.kill()
+            process.wait()
+        lighthouse.shutdown()
+
+
 def run(way: str, workers: int, steps: int, step_s: float) -> tuple[float, float]:
     """Kill one worker in mid-step; seconds until the next step of the others, and until all train again."""
     with tempfile.TemporaryDirectory() as place:
@@ -84,6 +155,8 @@ def run(way: str, workers: int, steps: int, step_s: float) -> tuple[float, float
         if way == "ragtag":
             launch = ["-m", "ragtag.cli.main", "launch", "--elastic", "--run-dir", f"{place}/run"]
             command = [sys.executable, *launch, "--local", str(workers), *script]
+        elif way == "torchft":
+            command = [sys.executable, *script, "--workers", str(workers), "--supervise"]
         else:
             launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(workers), "--max-restarts", "3"]
             command = [sys.executable, *launch, "--standalone", *script]
@@ -127,18 +200,23 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=50.0)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--as", dest="way", choices=["ragtag", "torchrun"], help=argparse.SUPPRESS)
+    parser.add_argument("--as", dest="way", choices=["ragtag", "torchrun", "torchft"], help=argparse.SUPPRESS)
+    parser.add_argument("--torchft", action="store_true", help="measure torchft as well")
+    parser.add_argument("--supervise", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=200, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     step_s = arguments.step_ms / 1e3
+    if arguments.supervise:
+        torchft_launch([word for word in sys.argv if word != "--supervise"], arguments.workers, dict(os.environ))
+        return
     if arguments.way:
-        train = ragtag_worker if arguments.way == "ragtag" else torchrun_worker
+        train = {"ragtag": ragtag_worker, "torchrun": torchrun_worker, "torchft": torchft_worker}[arguments.way]
         train(arguments.directory, arguments.steps, step_s)
         return
     rows = {}
     for _ in range(arguments.rounds):
-        for way in ("ragtag", "torchrun"):
+        for way in ("ragtag", "torchrun", *(("torchft",) if arguments.torchft else ())):
             still_s, full_s = run(way, arguments.workers, arguments.steps, step_s)
             rows.setdefault(way, []).append((still_s, full_s))
             print(f"{way}: {still_s:.3f} s, full after {full_s:.2f} s", file=sys.stderr)
