@@ -1,5 +1,6 @@
 import math
 import sys
+from itertools import pairwise
 
 import example_log
 import msgspec
@@ -56,9 +57,7 @@ def test_a_curve_has_an_end_and_loses_nothing(values, most, newest):
     assert len(steps) == len(means) <= most + 1
     assert steps == sorted(set(steps))
     assert steps[-1:] == [number for number, _ in known[-1:]]
-    counts = [
-        sum(before < number <= after for number, _ in known) for before, after in zip([0, *steps], steps)
-    ]
+    counts = [sum(before < number <= after for number, _ in known) for before, after in zip([0, *steps], steps)]
     whole = math.fsum(count * mean for count, mean in zip(counts, means))
     assert whole == pytest.approx(math.fsum(value for _, value in known), abs=1e-6)
 
@@ -243,7 +242,7 @@ def test_the_timeline_stays_inside_its_steps(rows, stalls):
         spans = [(start, stop) for which, _, start, stop in drawn["spans"] if which == device]
         for (start, stop), following in zip(spans, [*spans[1:], (math.inf, math.inf)]):
             assert start <= stop <= following[0] + 1e-9
-            inside = [before - 1e-5 <= start and stop <= after + 1e-5 for before, after in zip(ends_s, ends_s[1:])]
+            inside = [before - 1e-5 <= start and stop <= after + 1e-5 for before, after in pairwise(ends_s)]
             assert any(inside)
 
 

@@ -94,6 +94,8 @@ class HubProcess:
             ),
             *("--run-dir", str(directory), "--patience", str(patience_s)),
         ]
+        self._journal = directory / FILE_NAME
+        self._had_journal = False
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s: list[float] = []
 
@@ -101,7 +103,7 @@ class HubProcess:
         """Start the hub."""
         self._started_s.append(time.monotonic())
         self._process = subprocess.Popen(
-            self._command,
+            [*self._command, *(["--again"] if self._had_journal else [])],
             env={**self._environ, "RAGTAG_TOKEN": self._token},
             pass_fds=(self._listener.fileno(),),
             stdin=subprocess.DEVNULL,
@@ -126,6 +128,7 @@ class HubProcess:
     def look_after(self) -> None:
         """Start it again if it was killed."""
         process = self._process
+        self._had_journal = self._had_journal or self._journal.exists()
         if process is None or self.ended is not None or (status := process.poll()) is None:
             return
         recent = [each for each in self._started_s if time.monotonic() - each < _WITHIN_S]

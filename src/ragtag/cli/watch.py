@@ -4,6 +4,7 @@ The one idea: it only reads what the run writes about itself, on this machine or
 come, go and fail without the run noticing.
 """
 
+import io
 import json
 import os
 import secrets
@@ -102,7 +103,7 @@ def _watch_log(request: Request, wait_s: float) -> int:
         def drawn() -> Mapping[str, Any]:
             feed()
             live.refresh()
-            return live.drawn
+            return {**live.drawn, "quiet_s": live.quiet_s()}
 
         return _show(drawn, request)
     finally:
@@ -158,6 +159,8 @@ def _show(drawn: Callable[[], Mapping[str, Any]], request: Request) -> int:
     if request.as_json:
         print(json.dumps(first))
         return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal lacks
     console = Console(highlight=False)
     if not request.once and request.feeds and not console.is_terminal:
         while drawn()["now"]["status"] != "ended":
@@ -166,7 +169,7 @@ def _show(drawn: Callable[[], Mapping[str, Any]], request: Request) -> int:
     newest = first
     if not request.once and console.is_terminal and first["now"]["status"] != "ended":
         newest = _show_live(drawn, first, console)
-    console.print(Frame(newest, quiet_s=_quiet_s(newest)))
+    console.print(Frame(newest, quiet_s=newest["quiet_s"]))
     return 0
 
 
@@ -176,18 +179,13 @@ def _show_live(drawn: Callable[[], Mapping[str, Any]], first: Mapping[str, Any],
     with Screen(console=console, screen=True, auto_refresh=False) as screen:
         try:
             while newest["now"]["status"] != "ended":
-                frame = Frame(newest, quiet_s=_quiet_s(newest), height=console.height)
+                frame = Frame(newest, quiet_s=newest["quiet_s"], height=console.height)
                 screen.update(frame, refresh=True)
                 time.sleep(_INTERVAL_S)
                 newest = drawn()
         except KeyboardInterrupt:
             pass
     return newest
-
-
-def _quiet_s(drawn: Mapping[str, Any]) -> float | None:
-    written_t = drawn["log"]["written_t"]
-    return None if written_t is None else max(0.0, time.time() - written_t)
 
 
 class Remote:

@@ -1,4 +1,4 @@
-"""`python -m ragtag.watch --log FILE --fd N`: the page of one log, as a process of its own; its token in RAGTAG_TOKEN."""
+"""`python -m ragtag.watch --log FILE --fd N`: the page of one log, as a process; its token is in RAGTAG_TOKEN."""
 
 import argparse
 import os

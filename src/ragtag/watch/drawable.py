@@ -8,14 +8,18 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from ragtag.watch.state import Device, RunState, Totals, sums
+from ragtag.watch.events import Began
+from ragtag.watch.state import Device, RunState
 from ragtag.watch.timeline import timeline
+from ragtag.watch.totals import Totals, sums
 
 SCHEMA = 1
 RECENT_STEPS = 50
 """Over how many of the newest steps what is true "now" is averaged."""
 _SHOWN = 40
 """Newest decisions, findings, messages and the like."""
+_UNNAMED = "run"
+"""What a launch calls a run whose user has not named it."""
 
 
 def drawable(state: RunState) -> dict[str, Any]:
@@ -27,6 +31,7 @@ def drawable(state: RunState) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "run": {
+            "title": _title(began),
             "name": began.run if began else "",
             "script": began.script if began else "",
             "version": began.version if began else "",
@@ -49,6 +54,14 @@ def drawable(state: RunState) -> dict[str, Any]:
         "evaluation": asdict(state.evaluated) if state.evaluated else None,
         "checkpoint": asdict(state.saved) if state.saved else None,
     }
+
+
+def _title(began: Began | None) -> str:
+    """What people call the run: its name if it was given one, else its script's."""
+    if began is None:
+        return "a run"
+    given = began.run if began.run != _UNNAMED else ""
+    return given or began.script.rpartition("/")[2] or "a run"
 
 
 def _now(state: RunState) -> dict[str, Any]:
@@ -164,7 +177,8 @@ def _curve(state: RunState, name: str) -> dict[str, list[Any]]:
 
 def _findings(state: RunState) -> list[dict[str, Any]]:
     """Those that hold first."""
-    found = sorted(reversed(state.findings.values()), key=lambda finding: finding.over)
+    newest = list(reversed(state.findings.values()))
+    found = [each for each in newest if not each.over] + [each for each in newest if each.over]
     return [asdict(each) for each in found[:_SHOWN]]
 
 

@@ -48,6 +48,10 @@ class Live:
         with self._lock:
             return self._refresh(time.monotonic() + most_s)
 
+    def quiet_s(self) -> float | None:
+        """Seconds since the log was last written to; None: it is not there."""
+        return max(0.0, time.time() - self._written_t) if self._written_t else None
+
     def _refresh(self, until_s: float) -> bool:
         is_new, is_at_end = False, False
         while not is_at_end and (not is_new or time.monotonic() < until_s):

@@ -57,7 +57,8 @@ class Page:
         await self._refresh()
         while not self._is_complete:
             await self._refresh()
-        return Response(msgspec.json.encode(self._live.drawn), media_type="application/json")
+        drawn = {**self._live.drawn, "quiet_s": self._live.quiet_s()}
+        return Response(msgspec.json.encode(drawn), media_type="application/json")
 
     async def _events(self, _: Request) -> Response:
         if self.viewers >= MOST_VIEWERS:

@@ -8,9 +8,9 @@ import os
 import socket
 import threading
 import time
-from asyncio import BaseTransport, TimerHandle, Transport
+from asyncio import TimerHandle, Transport
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -72,6 +72,7 @@ def end_with_parent() -> None:
 
 class _Patient(H11Protocol):
     patience_s = PATIENCE_S
+    transport: Transport
     made_s = 0.0
     _timer: TimerHandle | None = None
 
@@ -80,10 +81,12 @@ class _Patient(H11Protocol):
         super().connection_made(transport)
         self.made_s = self.loop.time()
         self._timer = self.loop.call_later(self.patience_s, self._end_if_idle)
-        others = [cast("_Patient", each) for each in self.connections if each is not self]
+        connections = [cast("_Patient", each) for each in self.connections]
+        others = [each for each in connections if each is not self and not each.transport.is_closing()]
         if len(others) >= MOST_CONNECTIONS:
             idle = [each for each in others if each.is_idle]
-            _abort(min(idle, key=lambda each: each.made_s).transport if idle else transport)
+            longest = min(idle, key=lambda each: each.made_s, default=self)
+            longest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
@@ -98,8 +101,4 @@ class _Patient(H11Protocol):
 
     def _end_if_idle(self) -> None:
         if self.cycle is None:
-            _abort(self.transport)
-
-
-def _abort(transport: BaseTransport | Any) -> None:
-    transport.abort()
+            self.transport.abort()

@@ -68,7 +68,7 @@ def status(drawn: Drawn, quiet_s: float | None) -> tuple[str, str]:
 def _head(drawn: Drawn, quiet_s: float | None, width: int) -> Text:
     run, now = drawn["run"], drawn["now"]
     words, style = status(drawn, quiet_s)
-    head = _text(run["name"] or run["script"] or "a run", "bold")
+    head = _text(run["title"], "bold")
     head.append_text(_text(f"  {words}", style))
     head.append(f"  step {now['step']}" + (f" of {now['last_step']}" if now["last_step"] else ""), style="not bold")
     if now["left_s"] is not None:

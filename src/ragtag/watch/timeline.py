@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragtag.watch.events import Step
-from ragtag.watch.state import Roster, stalled_s
+from ragtag.watch.state import Roster
+from ragtag.watch.totals import stalled_s
 
 KINDS = ("busy", "waiting", "communicating", "data", "stalled")
 _MOST_STEPS = 12

@@ -1,5 +1,7 @@
 """How a view writes numbers for people; the page does the same in its own language."""
 
+from itertools import pairwise
+
 
 def digits(value: float | None, count: int = 3) -> str:
     """Return `value` to `count` digits, whole where it is large; a dash where it is not known."""
@@ -38,6 +40,6 @@ def sparkline(values: list[float], width: int, *, levels: str = "▁▂▃▄▅
         return ""
     width = min(width, len(values))
     edges = [len(values) * place // width for place in range(width + 1)]
-    means = [sum(values[first:last]) / (last - first) for first, last in zip(edges, edges[1:])]
+    means = [sum(values[first:last]) / (last - first) for first, last in pairwise(edges)]
     low, high = min(means), max(means)
     return "".join(levels[int((mean - low) / ((high - low) or 1) * (len(levels) - 1) + 0.5)] for mean in means)

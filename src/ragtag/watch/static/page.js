@@ -144,11 +144,11 @@ function drawNow() {
   const { now, run } = sections;
   const here = sections.devices.filter((device) => !device.left);
   const hosts = new Set(here.map((device) => device.host)).size;
-  const name = run.name || run.script || "a run";
-  write(byId("name"), name);
-  document.title = `${now.step ? `${now.step} · ` : ""}${name} · ragtag`;
+  const script = run.script.split("/").at(-1);
+  write(byId("name"), run.title);
+  document.title = `${now.step ? `${now.step} · ` : ""}${run.title} · ragtag`;
   write(byId("about"), [
-    run.name ? run.script : "", `${here.length} device${here.length === 1 ? "" : "s"} on ${hosts} host${hosts === 1 ? "" : "s"}`,
+    script === run.title ? "" : script, `${here.length} device${here.length === 1 ? "" : "s"} on ${hosts} host${hosts === 1 ? "" : "s"}`,
     run.parameters ? `${(run.parameters / 1e6).toPrecision(3)} M parameters` : "",
     run.global_batch_size ? `${run.global_batch_size} samples a step` : "", run.torch ? `torch ${run.torch}` : "",
   ].filter(Boolean).join(" · "));
@@ -161,7 +161,8 @@ function drawNow() {
   number("loss", now.loss, digits(now.loss, 4));
   const evaluated = sections.evaluation;
   write(byId("loss-note"), evaluated ? `evaluated after step ${evaluated.step}: ${digits(evaluated.value, 4)}`
-    : Object.entries(now.metrics).slice(0, 2).map(([metric, value]) => `${metric} ${digits(value, 4)}`).join(", "));
+    : [...Object.entries(now.metrics).slice(0, 2), ["learning rate", now.lr || null], ["gradient norm", now.grad_norm]]
+      .filter(([, value]) => known(value)).slice(0, 2).map(([what, value]) => `${what} ${digits(value, 3)}`).join(", "));
   number("left", now.left_s, now.status === "ended" ? "–" : duration(now.left_s));
   write(byId("left-note"), known(now.last_step) ? `step ${now.step} of ${now.last_step}` : `step ${now.step}`);
   const bar = byId("progress");
@@ -202,6 +203,8 @@ function cell(label, attributes, ...content) {
 }
 
 function drawDevices() {
+  for (const [column, knows] of [["memory", (device) => known(device.peak_memory_bytes ?? device.memory_bytes)], ["condition", (device) => known(device.temperature_c ?? device.clock_mhz)]])
+    byId("devices").classList.toggle(`no-${column}`, !sections.devices.some(knows));
   const total = sections.devices.reduce((sum, device) => sum + (device.share ?? 0), 0) || 1;
   byId("rows").replaceChildren(...sections.devices.map((device) => {
     const { parts, verdict, left } = device, lost = Object.entries(parts).filter(([kind]) => kind !== "busy");
@@ -216,8 +219,8 @@ function drawDevices() {
     cell("Share", { class: "number" }, known(device.share) ? `${device.share}` : "–", known(device.share) ? element("small", {}, percent(device.share / total)) : null),
     cell("Time", { class: "wide" }, bar(parts), element("small", {}, `busy ${percent(parts.busy)}${much >= 0.005 ? `, ${worst} ${percent(much)}` : ""}`)),
     cell("Samples/s", { class: "number" }, digits(device.samples_per_s), known(device.speed_samples_per_s) ? element("small", {}, `${digits(device.speed_samples_per_s)} when busy`) : null),
-    cell("Memory", { class: "number" }, bytes(device.peak_memory_bytes ?? device.memory_bytes), known(device.total_memory_bytes) ? element("small", {}, `of ${bytes(device.total_memory_bytes)}`) : null),
-    cell("Condition", { class: "number" }, condition[0] ?? "–", condition[1] ? element("small", {}, condition[1]) : null),
+    cell("Memory", { class: "number memory" }, bytes(device.peak_memory_bytes ?? device.memory_bytes), known(device.total_memory_bytes) ? element("small", {}, `of ${bytes(device.total_memory_bytes)}`) : null),
+    cell("Condition", { class: "number condition" }, condition[0] ?? "–", condition[1] ? element("small", {}, condition[1]) : null),
     cell("Verdict", {}, verdict && !left ? element("span", {
       class: `pill ${verdict.gain > 0.005 ? "adds" : verdict.gain < -0.005 ? "costs" : ""}`, "data-verdict": verdict.text, title: `after step ${verdict.step}`,
     }, verdict.text) : left ? "gone" : "–"));
