@@ -91,8 +91,8 @@ def test_who_is_behind_does_not_take_the_pointer_back(directory):
 def test_who_falls_behind_while_writing_does_not_either(directory, monkeypatch):
     directory.save(mark(5), 5, keep=3)
 
-    def overtaken(name, tree, save=directory._storage.save):
-        save(name, tree)
+    def overtaken(name, tree, confirm, save=directory._storage.save):
+        save(name, tree, confirm)
         directory._storage.write_text("latest.json", pointer_to(mark(7, generation=1)))
 
     monkeypatch.setattr(directory._storage, "save", overtaken)

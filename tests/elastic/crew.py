@@ -138,6 +138,8 @@ def _run_worker(environ: dict[str, str], answer: Any, function: Callable[..., An
     torch.set_num_threads(1)
     try:
         outcome = pickle.dumps(("value", function(*args)))
+    except SystemExit as error:  # which no exception hook sees
+        outcome = _pickled(error)
     except BaseException as error:
         process_exit.report(error)
         outcome = _pickled(error)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragtag.comm.elastic import Evicted, RunOver
+from ragtag.comm.standing import Evicted, RunOver
 from tests.elastic.crew import Crew
 from tests.elastic.hostile_cases import (
     SINK,

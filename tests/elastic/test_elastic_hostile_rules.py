@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragtag.comm.elastic import ElasticGroup, Evicted, Standing
+from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.generation import AloneGroup
 from ragtag.comm.group import raise_failure
 from ragtag.comm.passing import GenerationEnded
+from ragtag.comm.standing import Evicted, Standing
 from ragtag.comm.transport import TransportError
 from ragtag.control.membership import Brought, memory_of, plan_for
 from ragtag.hub.frames import Fail, Frame, Go, Join, Member, Prep

@@ -167,6 +167,7 @@ class Model(Workers):
 
     def hub_acts(self, node: Node, event: Any, label: tuple, kind: str = "sys") -> Iterator[Move]:
         hub, effects = self.advanced(node.hub, event)
+        self.check_chance(node, hub)
         after = self.done(node._replace(hub=hub), effects)
         if after != node or event != Tick():
             yield kind, label, after
@@ -223,6 +224,15 @@ class Model(Workers):
             alive = [each for each in node.processes if each and each.alive and each.me.has_state]
             if alive and (world.suspect, world.cut) == (b.suspect, b.cut):
                 raise Violation(f"I2: the run ends ({record.end.reason}) although {alive[0].me.inc} has the state")
+
+    def check_chance(self, before: Node, hub: HubState) -> None:
+        """Where all were lost at once, whoever comes back waits for the others."""
+        preparing = before.hub.preparing
+        if preparing is None or not preparing.last_chance or before.world.suspect != self.bounds.suspect:
+            return
+        for worker in hub.workers:
+            if worker.suspicion and worker.inc in preparing.members and self.lives(before, worker.inc):
+                raise Violation(f"I6: {worker.inc} is given up, although nobody's patience has ended")
 
     def restarted(self, node: Node, *when: Any) -> Iterator[Move]:
         """The hub's process is replaced: what is under way is lost or not, in every combination."""

@@ -21,8 +21,8 @@ SETTINGS = RunSettings(run="run", version="1", patience_s=30.0)
 F = TypeVar("F", bound=Frame)
 
 
-def member(inc: str, host: str = "box", **more: Any) -> Member:
-    return Member(inc=inc, name=f"gpu-{inc}", host=host, address="10.0.0.1", store_port=1, **more)
+def member(inc: str, host: str = "box", address: str = "10.0.0.1", **more: Any) -> Member:
+    return Member(inc=inc, name=f"gpu-{inc}", host=host, address=address, store_port=1, **more)
 
 
 class Script:

@@ -1,7 +1,5 @@
 """The rules hold in every interleaving of small worlds, and the search finds out when one of them is weakened."""
 
-from collections.abc import Callable
-
 import pytest
 from msgspec.structs import replace
 from tests.hub.membership_model import Model
@@ -24,6 +22,7 @@ QUICK = [
     Bounds(2, hub=1),
     Bounds(2, crash=1, hub=1, steps=1),
     Bounds(1, newcomers=1, crash=1, steps=1),
+    Bounds(1, newcomers=1, suspect=1, glitch=1, steps=1),
     Bounds(2, crash=1, cold=True, steps=1),
     Bounds(2, hub=1, cold=True, steps=1),
     Bounds(3, crash=1, steps=1),
@@ -36,10 +35,12 @@ WIDE = [
     Bounds(2, suspect=1, hub=1, steps=1),
     Bounds(2, cut=1, crash=1),
     Bounds(2, cut=1, suspect=1),
+    Bounds(2, cut=2, steps=1),
     Bounds(2, suspect=1, rejoin=1, crash=1),
     Bounds(2, suspect=2, checkpoint=2),
     Bounds(2, newcomers=1, crash=1, steps=1),
     Bounds(2, newcomers=1, suspect=1, steps=1),
+    Bounds(2, newcomers=1, glitch=1, steps=1),
     Bounds(1, newcomers=1, crash=1, suspect=1, hub=1, steps=1),
     Bounds(1, newcomers=1, suspect=1, hub=1),
     Bounds(1, newcomers=1, crash=1, suspect=1),
@@ -47,6 +48,7 @@ WIDE = [
     Bounds(2, crash=1, suspect=1, cold=True, steps=1),
     Bounds(2, crash=1, cut=1, cold=True, steps=1),
     Bounds(1, newcomers=1, crash=1, suspect=1, cold=True),
+    Bounds(3, cut=1, steps=1),
     Bounds(3, crash=2, steps=1),
     Bounds(3, crash=1, suspect=1, steps=1),
     Bounds(3, crash=1, hub=1, steps=1),
@@ -82,7 +84,7 @@ def assert_holds(bounds: Bounds) -> None:
     assert {"commit", "vote", "hold"} <= result.seen
 
 
-Patch = tuple[object, str, Callable]
+Patch = tuple[object, str, object]
 
 
 def newcomers_only(turn: Turn, preparing: Preparing) -> None:
@@ -164,6 +166,12 @@ SLOW_TO_FIND: dict[str, tuple[str, Bounds, Weak, list[Patch]]] = {
         Bounds(2, suspect=1, hub=1),
         Weak(),
         [(rules, "next_epoch", same_epoch)],
+    ),
+    "the first that comes back goes on without those on their way": (
+        "I6",
+        Bounds(2, cut=2, steps=1),
+        Weak(),
+        [(rules_forming, "_CHANCE", 0.0)],
     ),
 }
 

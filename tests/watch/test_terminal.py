@@ -3,7 +3,7 @@ import io
 import example_log
 import pytest
 from rich.console import Console
-from test_state import state_of
+from test_run_state import state_of
 
 from ragtag.watch.drawable import drawable
 from ragtag.watch.events import Ended, Member, Members, Said, Step

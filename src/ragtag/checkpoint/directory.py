@@ -7,7 +7,7 @@ pointer move to it, and only then are older ones removed. So whatever happens in
 import logging
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -148,18 +148,28 @@ class Directory:
         """Read and check a checkpoint. Raises CheckpointError."""
         return self._storage.load(mark.name)
 
-    def save(self, mark: Mark, tree: Any, *, keep: int, bad: Collection[Mark] = ()) -> None:
+    def save(
+        self,
+        mark: Mark,
+        tree: Any,
+        *,
+        keep: int,
+        bad: Collection[Mark] = (),
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
         """Write a checkpoint, move the pointer to it, and remove the run's older ones but the newest `keep`.
 
-        Those in `bad` do not count among the ones that stay.
+        Those in `bad` do not count among the ones that stay. `confirm` is called before anything takes the place of
+        what is there, and raises where others have gone on without this process.
 
         Raises:
             CheckpointError: it could not be written, or the pointer not moved; or the pointer is ahead already: others
                 have gone on without this process. What was there before is untouched.
         """
         self._refuse_if_behind(mark)
-        self._storage.save(mark.name, tree)
-        self._refuse_if_behind(mark)  # writing may have taken long
+        self._storage.save(mark.name, tree, confirm)
+        confirm()  # writing may have taken long, and a storage without renaming replaces while it writes
+        self._refuse_if_behind(mark)
         self._storage.write_text(POINTER, msgspec.json.encode(Pointer.to(mark)).decode())
         try:
             self._remove_older(mark, keep, bad)

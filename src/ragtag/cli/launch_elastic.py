@@ -29,7 +29,9 @@ _POLL_S = 0.03
 _EVICTED_STATUS, _HUB_LOST_STATUS = 76, 77
 """As `comm.process_exit`: the others gave this worker up; it gave the hub up."""
 _STOPPED = (130, 143)
-"""Statuses of workers that all end together, after Ctrl-C or SIGTERM on one machine."""
+"""Statuses of workers that end because they were told to."""
+_LEFT_STATUS = 143
+"""SIGTERM is for one worker, and the others go on; SIGINT ends all together, with a checkpoint."""
 _RESTARTS, _WITHIN_S = 5, 600.0
 """A worker that dies more often than that within this time is not started again."""
 _PAUSE_S = 0.5
@@ -192,6 +194,8 @@ class _Supervisor:
             say(f"stopped by {signal_name(self._signals[0])}; {who} {len(self._places)} workers have ended")
             return 128 + self._signals[0]
         status = _of_all([place.status or 0 for place in self._places])
+        if status == PEER_FAILED_STATUS and self._hub is not None and self._hub.ended:
+            return 1  # this machine's hub, and nobody else's fault
         if self._hub is not None and self._failed_s is None and status != PEER_FAILED_STATUS:
             self._hub.await_end(self._signals)
         return status
@@ -262,6 +266,9 @@ class _Supervisor:
     def _ended(self, place: _Place, worker: Worker, status: int, now_s: float) -> None:
         """Its script has ended, one way or the other."""
         place.status = status
+        if status == _LEFT_STATUS:
+            say(f"worker {place.number} (pid {worker.process.pid}) was told by SIGTERM to leave, and has")
+            return
         if status in _STOPPED:
             place.status = PEER_FAILED_STATUS
             if not self._stopped_elsewhere:
@@ -293,7 +300,7 @@ class _Supervisor:
             if patience_s:
                 say(f"{signal_name(self._signals[0])}: ending with a checkpoint; Ctrl-C (again) ends at once")
             for worker in running:
-                worker.process.send_signal(self._signals[0] if patience_s else signal.SIGINT)
+                worker.process.send_signal(signal.SIGINT)  # SIGTERM would ask each of them to leave the others
         elif self._failed_s is not None and self._asked_s is None and now_s - self._failed_s >= _END_BY_THEMSELVES_S:
             self._asked_s = now_s
         if self._asked_s is None or not running:
@@ -311,6 +318,9 @@ class _Supervisor:
         waiting = [place for place in self._places if place.awaits_hub and place.status is None]
         hub = self._elastic.hub if self._hub is None else self._hub.reached_here_at
         if not waiting or hub is None or self._signals or now_s < self._ask_at_s:
+            return
+        if self._hub is not None and self._hub.ended:
+            self._give_up(waiting, f"the hub has ended with status {self._hub.ended} and cannot be started again")
             return
         try:
             health = ask(hub, self._elastic.token, timeout_s=min(_ASK_S, self._elastic.patience_s / 2))

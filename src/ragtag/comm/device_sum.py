@@ -79,7 +79,8 @@ def require_nccl(device: torch.device, rank: int, host: str) -> None:
     if device.type != "cuda" or torch.version.cuda is None or not dist.is_nccl_available():
         raise SettingError(
             f"reduce='nccl' sums gradients with NCCL, which needs an NVIDIA GPU on every rank, but rank {rank} "
-            f"({host}) computes on {device} with torch {torch.__version__}. Leave reduce out: the ring takes any mix of devices."
+            f"({host}) computes on {device} with torch {torch.__version__}. Leave reduce out: the ring takes any mix "
+            f"of devices."
         )
 
 

@@ -10,18 +10,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import msgspec
 
 from ragtag.comm.judge import described
 from ragtag.comm.passing import GenerationEnded, Inner, PassingGroup
-from ragtag.comm.process_exit import EVICTED_STATUS, HUB_LOST_STATUS
+from ragtag.comm.standing import Evicted, Form, Hub, HubLost, RunOver, Standing
 from ragtag.comm.transport import TransportError
-from ragtag.core.errors import LaunchError, PeerError, PeerFailed, PeerLost
+from ragtag.core.errors import LaunchError, PeerError, PeerFailed
 from ragtag.hub.frames import (
     Beat,
     Checkpointed,
@@ -58,77 +57,6 @@ _NAP_S = 0.25
 _LOOK_S = 0.02
 _COLLECT_EVERY = 8
 """Generations."""
-
-
-class Evicted(PeerError):
-    """The others gave this worker up and went on without it; a new process may join in its place."""
-
-    exit_status = EVICTED_STATUS
-
-
-class HubLost(PeerLost):
-    """The hub has been away for longer than the patience, and nobody goes on without it."""
-
-    exit_status = HUB_LOST_STATUS
-
-
-class RunOver(PeerError):
-    """The others have ended their scripts as they should; this worker came too late to take part."""
-
-    exit_status = 0
-
-
-class Hub(Protocol):
-    """The worker's end of the connection to the hub."""
-
-    @property
-    def lost_for_s(self) -> float:
-        """Seconds since the hub was last heard; 0 while connected."""
-        ...
-
-    @property
-    def heard_ago_s(self) -> float:
-        """Seconds since it was last heard, by a clock that goes on while this process is frozen."""
-        ...
-
-    def send(self, frame: Frame) -> None:
-        """Queue a frame; never blocks."""
-        ...
-
-    def send_lines(self, inc: str, lines: Sequence[bytes], /) -> None:
-        """Queue lines of the event log, which may get lost; never blocks."""
-        ...
-
-    def close(self) -> object:
-        """End the connection after what is queued was sent, bounded."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """What this worker could bring into a generation."""
-
-    has_state: bool = False
-    applied: int = 0
-    applied_digest: str = ""
-    held_digest: str = ""
-    in_call: str = ""
-
-
-class Forming(Protocol):
-    """Whoever waits for a group to form."""
-
-    def broken(self) -> bool:
-        """Whether the generation is over already."""
-        ...
-
-    def take(self, inner: Inner) -> None:
-        """From now on `inner` can be told that it is over."""
-        ...
-
-
-Form = Callable[[Go, int, Forming], Inner]
-"""Connects the members of a `Go` as its rank. Raises PeerError, TransportError or LaunchError."""
 
 
 class ElasticGroup(PassingGroup):
@@ -318,6 +246,7 @@ class ElasticGroup(PassingGroup):
 
     def take(self, inner: Inner) -> None:
         """From now on `inner` is told when it is over."""
+        inner.device_sum = self.device_sum
         with self._changed:
             self._inner = inner
             if self._broken:

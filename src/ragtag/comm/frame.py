@@ -11,8 +11,9 @@ from typing import NamedTuple
 PAYLOAD_LIMIT_BYTES = 64 << 20
 """Most bytes of one payload: a hundred times the names of ten thousand parameters, and no danger to a host's memory."""
 
-_HEADER = struct.Struct("!QIHI")
+_HEADER = struct.Struct("!QIHII")
 _DOING_LIMIT_BYTES = 400
+_ASIDE_LIMIT_BYTES = 1 << 17
 
 
 class Frame(NamedTuple):
@@ -25,6 +26,8 @@ class Frame(NamedTuple):
     doing: str
     """For people."""
     payload: bytes
+    aside: bytes = b""
+    """What rides along, and is no part of the call."""
 
 
 class FrameError(Exception):
@@ -39,8 +42,9 @@ def kind_of(call: str) -> int:
 def encode(frame: Frame) -> bytes:
     """Return the bytes of `frame`; its payload must be within PAYLOAD_LIMIT_BYTES."""
     assert len(frame.payload) <= PAYLOAD_LIMIT_BYTES, f"a payload of {len(frame.payload)} bytes"
-    doing = frame.doing.encode(errors="replace")[:_DOING_LIMIT_BYTES]
-    return _HEADER.pack(frame.number, frame.kind, len(doing), len(frame.payload)) + doing + frame.payload
+    doing, aside = frame.doing.encode(errors="replace")[:_DOING_LIMIT_BYTES], frame.aside[:_ASIDE_LIMIT_BYTES]
+    header = _HEADER.pack(frame.number, frame.kind, len(doing), len(frame.payload), len(aside))
+    return b"".join((header, doing, frame.payload, aside))
 
 
 class FrameReader:
@@ -58,14 +62,18 @@ class FrameReader:
         self._content += content
         frames = []
         while len(self._content) >= _HEADER.size:
-            number, kind, num_doing, num_payload = _HEADER.unpack_from(self._content)
+            number, kind, num_doing, num_payload, num_aside = _HEADER.unpack_from(self._content)
             if num_doing > _DOING_LIMIT_BYTES or num_payload > PAYLOAD_LIMIT_BYTES:
                 raise FrameError(f"a frame of {num_payload} bytes is announced, over {PAYLOAD_LIMIT_BYTES}")
+            if num_aside > _ASIDE_LIMIT_BYTES:
+                raise FrameError(f"{num_aside} bytes beside a frame are announced, over {_ASIDE_LIMIT_BYTES}")
             middle = _HEADER.size + num_doing
-            end = middle + num_payload
+            behind = middle + num_payload
+            end = behind + num_aside
             if len(self._content) < end:
                 break
             doing = self._content[_HEADER.size : middle].decode(errors="replace")
-            frames.append(Frame(number, kind, doing, bytes(self._content[middle:end])))
+            payload, aside = bytes(self._content[middle:behind]), bytes(self._content[behind:end])
+            frames.append(Frame(number, kind, doing, payload, aside))
             del self._content[:end]
         return frames

@@ -8,15 +8,15 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ragtag.comm import process_exit
-from ragtag.comm.elastic import ElasticGroup, Forming
+from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.gloo import GlooTransport
 from ragtag.comm.group import SoloGroup
 from ragtag.comm.judge import Peers
@@ -24,6 +24,7 @@ from ragtag.comm.mesh_handshake import connect_mesh
 from ragtag.comm.passing import Inner
 from ragtag.comm.rendezvous import Introduction, boot_id, check_addresses, clone, local_address, resolved
 from ragtag.comm.ring_group import RingGroup
+from ragtag.comm.standing import Forming
 from ragtag.comm.transport import Transport, TransportError
 from ragtag.core.errors import PeerLost, SettingError
 from ragtag.core.hub_address import hub_address
@@ -38,10 +39,25 @@ _taken = False
 """This process is a worker of a run already."""
 
 
-def connect_elastic(patience_s: float, version: str, environ: Mapping[str, str] = os.environ) -> ElasticGroup:
+class Links(Protocol):
+    """Links that this machine's workers pretend to have between them, as numbered by their local ranks."""
+
+    def limit_transport(self, transport: Any, devices: Sequence[int | None]) -> Any:
+        """The transport, with messages to ranks that are these devices (None: of another machine) made late."""
+        ...
+
+    def message_delay_s(self, peer: int, num_bytes: int) -> float:
+        """How long a message to device `peer`, handed over now, is on its way; in seconds."""
+        ...
+
+
+def connect_elastic(
+    patience_s: float, version: str, environ: Mapping[str, str] = os.environ, links: Links | None = None
+) -> ElasticGroup:
     """Connect to the hub that $RAGTAG_HUB names; the group's first `regroup` takes part in the run.
 
-    `version` is ragtag's; the hub takes workers of its own version only.
+    `version` is ragtag's; the hub takes workers of its own version only. `links` to other workers of this machine are
+    emulated; those to other machines are what they are.
 
     Reads RAGTAG_HUB (host:port), RAGTAG_TOKEN, RAGTAG_RUN, RAGTAG_WORKER (its name), LOCAL_RANK and LOCAL_WORLD_SIZE.
 
@@ -75,7 +91,9 @@ def connect_elastic(patience_s: float, version: str, environ: Mapping[str, str] 
     group = ElasticGroup(
         member=member,
         patience_s=patience_s,
-        form=lambda go, rank, forming: form(go, rank, forming, run=run, own_store=store, patience_s=patience_s),
+        form=lambda go, rank, forming: form(
+            go, rank, forming, run=run, own_store=store, patience_s=patience_s, links=links
+        ),
         where=f"the hub at {address}:{port}",
         may_leave=environ.get("RAGTAG_GUEST") == "1",
     )
@@ -107,12 +125,22 @@ def _hello_again(hello: Hello, group: ElasticGroup) -> Hello:
     return msgspec.structs.replace(hello, generation=group.generation, has_state=group.standing.has_state)
 
 
-def form(go: Go, rank: int, forming: Forming, *, run: str, own_store: Store, patience_s: float) -> Inner:
+def form(
+    go: Go,
+    rank: int,
+    forming: Forming,
+    *,
+    run: str,
+    own_store: Store,
+    patience_s: float,
+    links: Links | None = None,
+) -> Inner:
     """Connect the members of `go` as their rank `rank`.
 
     Args:
         forming: says whether the generation is over already, and takes the group as soon as it can be abandoned.
         own_store: what this process offers; used where it is the first member.
+        links: emulated ones between this machine's workers.
 
     Raises:
         TransportError, PeerLost, LaunchError: they did not connect.
@@ -141,6 +169,7 @@ def form(go: Go, rank: int, forming: Forming, *, run: str, own_store: Store, pat
         store.set_timeout(timedelta(seconds=timeout_s))
     prefix = f"ragtag/{run}/{go.generation}"
     unreached: list[int | None] = []
+    devices = [each.local_rank if (each.host, each.boot_id) == (own.host, own.boot_id) else None for each in members]
 
     def connect_sockets() -> dict[int, socket.socket]:
         client = PrefixStore(f"{prefix}/control", stores[0])
@@ -152,7 +181,12 @@ def form(go: Go, rank: int, forming: Forming, *, run: str, own_store: Store, pat
 
     def open_transport() -> Transport:
         client = PrefixStore(f"{prefix}/data", stores[0])
-        return GlooTransport(client, rank, len(members), timeout_s=timeout_s, address=own.address)
+        transport = GlooTransport(client, rank, len(members), timeout_s=timeout_s, address=own.address)
+        return transport if links is None else links.limit_transport(transport, devices)
+
+    def delay_s(peer: int, num_bytes: int) -> float:
+        number = devices[peer]
+        return 0.0 if links is None or number is None else links.message_delay_s(number, num_bytes)
 
     group = RingGroup(
         peers=Peers(
@@ -166,6 +200,7 @@ def form(go: Go, rank: int, forming: Forming, *, run: str, own_store: Store, pat
         claims=PrefixStore(prefix, stores[0]),
         connect_sockets=connect_sockets,
         open_transport=open_transport,
+        delay_s=None if links is None else delay_s,
         local_rank=own.local_rank,
     )
     forming.take(group)

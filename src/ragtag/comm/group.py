@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from ragtag.comm.device_sum import MakeDeviceSum
 from ragtag.comm.ring import Wire
 from ragtag.comm.transport import Transport
 from ragtag.comm.work import Work
@@ -48,6 +49,9 @@ class Group(Protocol):
     def patience_s(self) -> float:
         """Seconds that bound every wait."""
         ...
+
+    device_sum: MakeDeviceSum | None
+    """What sums tensors where they are; None: the ring does, through host memory."""
 
     @property
     def elastic(self) -> bool:
@@ -111,6 +115,11 @@ class Group(Protocol):
         """Queue a look whether any rank has posted `name`; the work's result says so."""
         ...
 
+    def take_link_s(self) -> float:
+        """Return for how many seconds since the last call this rank has waited for what the preceding rank had already
+        handed over, in the sums up to the last exchange before this call."""
+        ...
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""
         ...
@@ -161,6 +170,7 @@ class SoloGroup:
         self.step = 0
         self.doing = "starting"
         self.failure: PeerError | None = None
+        self.device_sum: MakeDeviceSum | None = None
         self._num_works = 0
 
     def note(self, step: int, doing: str) -> None:
@@ -200,6 +210,10 @@ class SoloGroup:
     def posted(self, name: str) -> Work:
         """Refuse: there is nobody to post it."""
         raise AssertionError("one rank is told nothing")
+
+    def take_link_s(self) -> float:
+        """Return 0: there is no link."""
+        return 0.0
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Do nothing."""

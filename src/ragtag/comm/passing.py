@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ragtag.comm.device_sum import MakeDeviceSum
 from ragtag.comm.group import Group
 from ragtag.comm.ring import Wire
 from ragtag.comm.transport import Transport
@@ -43,6 +44,8 @@ class PassingGroup:
         self.go: Go | None = None
         """Of the generation this worker is in, or was in last."""
         self._inner: Inner | None = None
+        self.device_sum: MakeDeviceSum | None = None
+        """For every generation to come."""
         self._broken = ""
         self._step, self._doing, self._doing_since_s = 0, "starting", time.monotonic()
 
@@ -112,6 +115,10 @@ class PassingGroup:
     def posted(self, name: str) -> Work:
         """Queue a look whether any rank has posted `name`."""
         return self._group.posted(name)
+
+    def take_link_s(self) -> float:
+        """Return how long this rank has waited for what was under way."""
+        return self._inner.take_link_s() if self._inner is not None else 0.0
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""

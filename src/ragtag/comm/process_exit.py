@@ -31,6 +31,8 @@ INTERRUPTED_STATUS = 130
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _guarded: list[Group] = []
+_last: Group | None = None
+"""A group that was closed because of an error on its way out of the script, and that says how the script ends."""
 _previous_hook: ExceptHook | None = None
 _previous_exit: Callable[..., NoReturn] | None = None
 _asked_status: int | None = None
@@ -43,9 +45,10 @@ _stuck = False
 def guard(group: Group, *, always: bool = False) -> None:
     """From now on tell `group` how this script ends. A world of one has nobody to tell and is left alone, unless
     `always`: others may join it."""
-    global _previous_hook, _previous_exit, _asked_status
+    global _previous_hook, _previous_exit, _asked_status, _last
     if group.world_size == 1 and not always:
         return
+    _last = None
     _asked_status = None
     if _previous_hook is None:
         _previous_hook, sys.excepthook = sys.excepthook, _except_hook
@@ -55,11 +58,19 @@ def guard(group: Group, *, always: bool = False) -> None:
     _guarded.append(group)
 
 
+def closing_with_error(group: Group) -> None:
+    """`group` is about to be closed because of an error: if that ends the script, it is printed as it would be were the
+    group open."""
+    global _last
+    if any(each is group for each in _guarded):
+        _last = group
+
+
 def release(group: Group) -> None:
-    """Stop telling `group`, because it was closed; the last one gives the hooks back."""
+    """Stop telling `group`, because it was closed; the last one gives the hooks back, but for an error on its way."""
     global _previous_hook, _previous_exit
     _guarded[:] = [other for other in _guarded if other is not group]
-    if not _guarded and _previous_hook is not None and _previous_exit is not None:
+    if not _guarded and _last is None and _previous_hook is not None and _previous_exit is not None:
         if sys.excepthook is _except_hook:
             sys.excepthook = _previous_hook
         if sys.exit is _recording_exit:
@@ -71,7 +82,7 @@ def release(group: Group) -> None:
 def report(error: BaseException) -> None:
     """Tell all guarded groups that this rank's script ends with `error`, and note on it where that happened."""
     found_by_all = isinstance(error, RagtagError) and error.origin_rank is not None
-    for group in _guarded:
+    for group in _guarded or filter(None, [_last]):
         if not found_by_all:
             group.announce_failure(error, group.doing)
         if not isinstance(error, PeerError):
@@ -135,8 +146,10 @@ def what_to_print(error: BaseException, group: Group) -> str:
 
 def _except_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     global _raised_status
-    assert _previous_hook is not None
-    group = _guarded[-1]
+    group = _guarded[-1] if _guarded else _last
+    if group is None or _previous_hook is None:  # a hook of somebody else's has kept this one
+        sys.__excepthook__(kind, error, trace)
+        return
     if threading.current_thread() is threading.main_thread():
         # A further Ctrl-C ends the process at once instead of adding a traceback to this one.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

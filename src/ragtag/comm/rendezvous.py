@@ -21,6 +21,7 @@ from ragtag.comm.environment import Place, read_environment
 from ragtag.comm.gloo import GlooTransport
 from ragtag.comm.group import Group, SoloGroup
 from ragtag.comm.judge import Peers
+from ragtag.comm.link_times import boot_id
 from ragtag.comm.mesh_handshake import connect_mesh
 from ragtag.comm.ring_group import RingGroup
 from ragtag.comm.socket_mesh import Delay
@@ -290,12 +291,3 @@ def local_address(ip: str, port: int) -> str:
         except OSError as error:
             raise LaunchError(f"{socket.gethostname()} has no route to {ip}: {error.strerror}.") from None
         return str(probe.getsockname()[0])
-
-
-def boot_id() -> str:
-    """Return what tells this machine's present boot from any other; empty where the system does not say."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

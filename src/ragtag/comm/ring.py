@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ragtag.comm.link_times import LinkTimes
 from ragtag.comm.transport import TAG_LIMIT, Pending, Transport
 from ragtag.core.errors import SettingError
 
@@ -124,12 +125,15 @@ class Ring:
     are sent, accumulated in fp32, and the owner rounds its sum before it sends it. A sum is made at one rank only,
     in ring order, so all ranks end with identical bits in any case.
 
-    Buffers are allocated at first use and kept. Raises TransportError, after which tensor and ring are spent, and
-    SettingError for a bf16 wire of other dtypes.
+    `times` is told when each message was handed over or had. Buffers are allocated at first use and kept. Raises
+    TransportError, after which tensor and ring are spent, and SettingError for a bf16 wire of other dtypes.
     """
 
-    def __init__(self, transport: Transport, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, transport: Transport, segment_bytes: int = SEGMENT_BYTES, times: LinkTimes | None = None
+    ) -> None:
         self._transport = transport
+        self._times = times
         self._segment_bytes = segment_bytes
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
@@ -169,7 +173,7 @@ class Ring:
     def _travel(
         self, flat: torch.Tensor, chunks: tuple[int, ...], tag: int, wire: Wire | None, first_hop: int, last_hop: int
     ) -> RingTime:
-        transport = self._transport
+        transport, times = self._transport, self._times
         began_s, began_cpu_s = perf_counter(), thread_time()
         waited_s = add_cpu_s = 0.0
         rounded = wire == "bf16"
@@ -210,7 +214,10 @@ class Ring:
                 target, pending = posted.popleft()
                 waits_s = perf_counter()
                 pending.wait()
-                waited_s += perf_counter() - waits_s
+                got_s = perf_counter()
+                waited_s += got_s - waits_s
+                if times is not None:
+                    times.waited(waits_s, got_s)
                 if adds:
                     adding_s = thread_time()
                     flat[start:stop].add_(target)
@@ -222,6 +229,8 @@ class Ring:
                     carried[start:stop].copy_(flat[start:stop])
                     if completes:
                         flat[start:stop].copy_(carried[start:stop])
+                if times is not None:
+                    times.handed_over(perf_counter())
                 sent.append(transport.send(carried[start:stop], following, tag))
             if receives and num_posted < len(coming):
                 post_receive()

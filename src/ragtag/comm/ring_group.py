@@ -13,12 +13,14 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from ragtag.comm.bell import Bell
 from ragtag.comm.broadcast import chain_broadcast
+from ragtag.comm.device_sum import DeviceSum, MakeDeviceSum, Recorded
 from ragtag.comm.frame import PAYLOAD_LIMIT_BYTES
 from ragtag.comm.judge import Notice, Peers, Wait, described, different_calls, error_from, grace_s, judge
+from ragtag.comm.link_times import LinkTimes, boot_id
 from ragtag.comm.ring import SEGMENT_BYTES, Ring, RingTime, Wire, chunk_sizes
 from ragtag.comm.socket_mesh import Delay, SocketMesh
 from ragtag.comm.transport import Transport, TransportError
@@ -74,14 +76,18 @@ class RingGroup:
         self._claims_store = claims
         self._claims: Channel | None = None
         self._posted = ""
+        self.device_sum: MakeDeviceSum | None = None
+        """What sums tensors where they are; None: the ring does, through host memory."""
+        self._device: DeviceSum | None = None
         self._mesh: SocketMesh | None = None
         self._transport: Transport | None = None
         self._watch = PeerWatch(peers=peers, bell=self._bell, clients=clients, submitted=self._submitted, clock=clock)
         self._closed: bool | None = None
         self._on_close = on_close
         self._delay_s = delay_s
-        self._opening = self._data.submit(lambda: self._open(connect_sockets, open_transport))
         self._segment_bytes = segment_bytes
+        self._link_times = LinkTimes(self.rank, self.world_size, clock_name=boot_id())
+        self._opening = self._data.submit(lambda: self._open(connect_sockets, open_transport))
 
     def open(self) -> None:
         """Return when all is connected; everything but `announce_failure` and `close` comes after it.
@@ -91,7 +97,7 @@ class RingGroup:
         """
         self.wait(self._opening, "connecting")
         assert self._transport is not None
-        self._ring = Ring(self._transport, self._segment_bytes)
+        self._ring = Ring(self._transport, self._segment_bytes, self._link_times)
 
     @property
     def step(self) -> int:
@@ -122,6 +128,8 @@ class RingGroup:
         ready: Callable[[], None] | None = None,
     ) -> Work:
         """Queue the sum of `flat` over ranks, in place; the work's result is a `RingTime`."""
+        if self.device_sum is not None:
+            return self._sum_on_devices(flat, self.device_sum)
         chunks = chunk_sizes(flat.numel(), weights or [1] * self.world_size)
         number = self._data.num_submitted + 1
 
@@ -129,6 +137,19 @@ class RingGroup:
             if ready is not None:
                 ready()
             return self._ring.all_reduce(flat, chunks, number, wire)
+
+        return self._data.submit(job)
+
+    def _sum_on_devices(self, flat: torch.Tensor, make: MakeDeviceSum) -> Work:
+        handed_over = Recorded(flat)
+
+        def job() -> RingTime:
+            handed_over.wait()
+            if self._device is None:
+                store = PrefixStore("devices", self._claims_store)
+                self._device = make(store, self.rank, self.world_size, self.patience_s)
+            self._device.all_reduce(flat)
+            return RingTime()
 
         return self._data.submit(job)
 
@@ -189,6 +210,10 @@ class RingGroup:
                 raise TransportError(text, peer=self._peers.store_rank) from error
 
         return self._claims.submit(asking)
+
+    def take_link_s(self) -> float:
+        """Return how many seconds this rank has waited for what was under way on the link from the preceding rank."""
+        return self._link_times.take()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""
@@ -287,6 +312,8 @@ class RingGroup:
                     kind="lost", rank=-1, reporter=self.rank, text=reason, step=self.step, doing=self.doing
                 )
             self._bell.ring()
+        if self._device is not None:
+            self._device.abort()
 
     def announce_failure(self, error: BaseException, doing: str) -> None:
         """Tell all ranks that this one fails; the first failure wins."""
@@ -309,6 +336,8 @@ class RingGroup:
             with self._bell.condition:
                 self._closed = False
             self._say_goodbye()
+            if self._device is not None:
+                self._device.abort()
             if self._mesh is not None:
                 self._mesh.close()
             if self._transport is not None:
@@ -388,7 +417,14 @@ class RingGroup:
         with self._bell.condition:
             closed = self._closed is not None
             if not closed:
-                self._mesh = SocketMesh(self.rank, sockets, self._bell, delay_s=self._delay_s, clock=self._clock)
+                self._mesh = SocketMesh(
+                    self.rank,
+                    sockets,
+                    self._bell,
+                    delay_s=self._delay_s,
+                    clock=self._clock,
+                    riders=self._link_times,
+                )
         if closed:
             for each in sockets.values():
                 each.close()

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import combinations
+from typing import Protocol
 
 from ragtag.comm.bell import Bell
 from ragtag.comm.frame import Frame, FrameError, FrameReader, encode, kind_of
@@ -19,6 +20,18 @@ _CHUNK_BYTES = 1 << 18
 
 Delay = Callable[[int, int], float]
 """(peer, number of bytes) -> seconds until a message handed over now leaves; how slow links are emulated."""
+
+
+class Riders(Protocol):
+    """What rides along with frames."""
+
+    def aside(self, peer: int, /) -> bytes:
+        """What goes with a frame to `peer` that is handed over now; empty: nothing."""
+        ...
+
+    def heard(self, peer: int, aside: bytes, /) -> None:
+        """What came with a frame of `peer`, just now."""
+        ...
 
 
 class _Connection:
@@ -48,6 +61,7 @@ class SocketMesh:
         bell: ends an `advance` when rung.
         delay_s: how much later a message leaves, in seconds; None: at once.
         clock: seconds; the one of `delay_s`'s links.
+        riders: what rides along; None: nothing.
     """
 
     def __init__(
@@ -58,6 +72,7 @@ class SocketMesh:
         *,
         delay_s: Delay | None = None,
         clock: Callable[[], float] = time.monotonic,
+        riders: Riders | None = None,
     ) -> None:
         self.rank = rank
         self.num_begun = 0
@@ -67,6 +82,7 @@ class SocketMesh:
         self._bell = bell
         self._delay_s = delay_s
         self._clock = clock
+        self._riders = riders
         self._connections = {peer: _Connection(peer, sockets[peer]) for peer in sorted(sockets)}
         self._missing: set[int] = set()
         self._unsent: set[int] = set()
@@ -121,12 +137,16 @@ class SocketMesh:
         """
         self.num_begun += 1
         frame = Frame(self.num_begun, kind_of(call), doing, payload)
-        content = memoryview(encode(frame))
+        plain = memoryview(encode(frame))
         self.answers = {self.rank: frame}
         self._missing, self._unsent = set(self._connections), set(self._connections)
         for peer, connection in self._connections.items():
             if connection.early:
                 self._take(connection, connection.early.popleft())
+            if self._riders is not None and (aside := self._riders.aside(peer)):
+                content = memoryview(encode(frame._replace(aside=aside)))
+            else:
+                content = plain
             due_s = self._clock() + self._delay_s(peer, len(content)) if self._delay_s is not None else 0.0
             connection.outgoing.append((due_s, content))
             self._send(connection)
@@ -215,6 +235,8 @@ class SocketMesh:
             self._lose(connection, f"receiving from rank {connection.peer}: {error}")
             return
         for frame in frames:
+            if self._riders is not None and frame.aside:
+                self._riders.heard(connection.peer, frame.aside)
             if connection.peer in self._missing:
                 self._take(connection, frame)
             else:

@@ -13,7 +13,7 @@ import msgspec
 
 from ragtag.core.errors import DisagreementError
 
-_FIXED = struct.Struct("<qQqIIIqq9d")
+_FIXED = struct.Struct("<qQqIIIqq13d3q3d")
 _HELD_ALL = -1
 """Stands for `fits` = None."""
 
@@ -59,6 +59,24 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that adding a whole gradient to another takes this rank's processor."""
     send_s: float = 0.0
     """Seconds that sending as much as a gradient takes it; 0: not measured."""
+    redo_s: float = 0.0
+    """Seconds of this step's work that was lost because memory ran out."""
+    host_s: float = 0.0
+    """Seconds in which a thread that does this rank's own work could have run and did not, since its processor did
+    something else; 0: none, or nobody counts them here."""
+    link_host_s: float = 0.0
+    """The same of what receives other ranks' sums, since the end of own work."""
+    link_s: float = 0.0
+    """Seconds for which it waited for messages that the preceding rank had handed over, in the step before: the other
+    end's stamps come with its vote."""
+    faults: int = 0
+    """Pages that had to be read from disk since the last step."""
+    memory_bytes: int = 0
+    """What `Vitals` says of its device, up to some seconds ago; 0: not known."""
+    peak_memory_bytes: int = 0
+    temperature_c: float = 0.0
+    clock_mhz: float = 0.0
+    busy: float = 0.0
     metrics: tuple[float, ...] = ()
     has_gradient: bytes = b""
 
@@ -71,6 +89,8 @@ def pack(ballot: Ballot) -> bytes:
         int(b.absent) | 2 * int(b.regroup) | 4 * int(b.save) | 8 * int(b.spoilt) | b.stop << 8, b.contents_hash,
         b.samples, _HELD_ALL if b.fits is None else b.fits,
         b.weight, b.loss_total, b.norm, b.compute_s, b.exposed_s, b.data_s, b.apply_s, b.add_s, b.send_s,
+        b.redo_s, b.host_s, b.link_host_s, b.link_s, b.faults, b.memory_bytes, b.peak_memory_bytes,
+        b.temperature_c, b.clock_mhz, b.busy,
     )  # fmt: skip
     return fixed + struct.pack(f"<{len(b.metrics)}d", *b.metrics) + b.has_gradient
 
@@ -78,7 +98,9 @@ def pack(ballot: Ballot) -> bytes:
 def unpack(data: bytes, *, num_metrics: int) -> Ballot:
     """Decode what `pack` encoded."""
     step, plan_hash, attempt, early, absent, contents, samples, fits, *numbers = _FIXED.unpack_from(data)
-    weight, loss_total, norm, compute_s, exposed_s, data_s, apply_s, add_s, send_s = numbers
+    weight, loss_total, norm, compute_s, exposed_s, data_s, apply_s, add_s, send_s = numbers[:9]
+    redo_s, host_s, link_host_s, link_s, faults, memory_bytes, peak_memory_bytes, *state = numbers[9:]
+    temperature_c, clock_mhz, busy = state
     return Ballot(
         step=step,
         plan_hash=plan_hash,
@@ -101,6 +123,16 @@ def unpack(data: bytes, *, num_metrics: int) -> Ballot:
         apply_s=apply_s,
         add_s=add_s,
         send_s=send_s,
+        redo_s=redo_s,
+        host_s=host_s,
+        link_host_s=link_host_s,
+        link_s=link_s,
+        faults=faults,
+        memory_bytes=memory_bytes,
+        peak_memory_bytes=peak_memory_bytes,
+        temperature_c=temperature_c,
+        clock_mhz=clock_mhz,
+        busy=busy,
         metrics=struct.unpack_from(f"<{num_metrics}d", data, _FIXED.size),
         has_gradient=data[_FIXED.size + 8 * num_metrics :],
     )

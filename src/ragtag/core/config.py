@@ -71,6 +71,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     wire: Annotated[Literal["fp32", "bf16"], Meta(description="'fp32' or 'bf16'")] = "fp32"
     """What gradients travel as: "bf16" halves the bytes and rounds the sums, equally on every rank."""
 
+    reduce: Annotated[Literal["host", "nccl"], Meta(description="'host' or 'nccl'")] = "host"
+    """Where gradients are summed: "host" in host memory, by the ring, for any mix of devices; "nccl" (experimental,
+    never run by its authors) on NVIDIA GPUs, on every rank, in the gradients' own precision."""
+
     bucket_bytes: Annotated[
         int, Meta(ge=1024, le=1 << 30, description="a whole number of bytes from 1024 to 1073741824")
     ] = 4 << 20

@@ -8,7 +8,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def from_environment(environ: Mapping[str, str], rank: int) -> "Emulator | None"
     path = environ.get(VARIABLE, "").strip()
     if not path:
         return None
-    run = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+    run = environ.get("RAGTAG_HUB") or f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
     try:
         emulator = Emulator(load_cluster(path), rank, run=run)
         if emulator.device.cpu_percent is not None:
@@ -82,16 +82,23 @@ class Emulator:
         if self.device.memory_bytes is not None:
             self.memory = MemoryCap(self.device.memory_bytes, device=self.device.name)
 
-    def limit_transport(self, transport: Any) -> Any:
+    def limit_transport(self, transport: Any, devices: Sequence[int | None] | None = None) -> Any:
         """Return `transport`, with messages to other hosts as slow as the links say; itself where nothing is slow.
 
         All transports of this rank that were passed here share the links, and so do ranks on one host.
+
+        Args:
+            transport: of this rank.
+            devices: which device of the cluster each rank is, None: none of them; by default its own number.
         """
-        queues = {peer: queue for peer, queue in self._queues_to_peers().items() if peer < transport.world_size}
+        links = self._queues_to_peers()
+        numbers = range(transport.world_size) if devices is None else devices
+        queues = {peer: links[number] for peer, number in enumerate(numbers) if number is not None and number in links}
         return LimitedTransport(transport, queues) if queues else transport
 
     def message_delay_s(self, peer: int, num_bytes: int) -> float:
-        """Return how long a message to rank `peer`, handed over now, is on the links that transports share; in seconds.
+        """Return for how many seconds a message to device number `peer`, handed over now, is on the links that
+        transports share.
 
         Its turn behind other messages, bytes / bandwidth, and the latency; 0 where nothing is slow.
         """
@@ -100,9 +107,9 @@ class Emulator:
         return queue.reserve(now_s, num_bytes) - now_s if queue is not None else 0.0
 
     @property
-    def devices(self) -> tuple[tuple[str, str], ...]:
-        """Name and host of all devices, by rank."""
-        return tuple((device.name, device.host) for device in self.cluster.expanded())
+    def devices(self) -> tuple[tuple[str, str, str], ...]:
+        """Name, host and kind of all devices, by rank; equal kinds are equally fast."""
+        return tuple((each.name, each.host, f"{each.kind} of speed {each.speed:g}") for each in self.cluster.expanded())
 
     def describe(self) -> str:
         """One line that says what this rank pretends to be."""

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ragtag.core.quantities import format_bytes
 
@@ -34,6 +35,22 @@ class MemoryLimit(Protocol):
         """
         ...
 
+    def evaluation(self) -> AbstractContextManager[None]:
+        """One forward of an evaluation.
+
+        Raises:
+            torch.OutOfMemoryError: from where the device would run out.
+        """
+        ...
+
+    def update(self) -> AbstractContextManager[None]:
+        """One `optimizer.step()`.
+
+        Raises:
+            torch.OutOfMemoryError: the device would have no room for the optimizer's state.
+        """
+        ...
+
 
 class NoMemoryLimit:
     """The machine's own memory."""
@@ -48,11 +65,20 @@ class NoMemoryLimit:
         """Return a region that does nothing."""
         return nullcontext()
 
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Return a region that does nothing."""
+        return nullcontext()
+
+    def update(self) -> AbstractContextManager[None]:
+        """Return a region that does nothing."""
+        return nullcontext()
+
 
 class MemoryCap:
     """At most `cap_bytes` on the device `device`. One thread uses it: the one that calls `backward()`.
 
-    Optimizer state that the first `optimizer.step()` creates is seen at the next micro-batch.
+    Optimizer state that the first `optimizer.step()` creates is seen at its end. Of a forward that keeps nothing, the
+    largest module counts, with what it is given and what it returns.
     """
 
     def __init__(self, cap_bytes: int, *, device: str) -> None:
@@ -99,6 +125,40 @@ class MemoryCap:
                 yield
         finally:
             self._active = False
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """One forward of an evaluation."""
+        self._count_kept()
+
+        def passing(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            self._require(self._bytes_of((inputs, output)), "to compute a module in forward")
+
+        hook = torch.nn.modules.module.register_module_forward_hook(passing)
+        try:
+            self._require(0, "at the start of an evaluation's forward")
+            yield
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """One `optimizer.step()`."""
+        self._count_kept()
+        before = self._kept_bytes
+        yield
+        self._count_kept()
+        if self._kept_bytes > before:
+            self._require(0, "for the optimizer's state")
+
+    def _bytes_of(self, values: Any) -> int:
+        """Bytes of the tensors in `values` that are not kept anyway."""
+        storages = {}
+        for value in pytree.tree_leaves(values):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                storage = value.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+        return sum(size for key, size in storages.items() if key not in self._kept_storages)
 
     def _count_kept(self) -> None:
         sizes: dict[int, int] = {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from ragtag.core.errors import LaunchError, RagtagError, SettingError
 from ragtag.hub.connection import check_token
 from ragtag.hub.door import Limits
-from ragtag.hub.journal import Journal, JournalError
+from ragtag.hub.journal import FILE_NAME, Journal, JournalError
 from ragtag.hub.rules import restore
 from ragtag.hub.rules_state import JournalRecord, RunSettings
 from ragtag.hub.server import HubServer, listen_on
@@ -45,6 +45,11 @@ def main(arguments: Sequence[str], *, version: str, environ: Mapping[str, str] =
         token = environ.get("RAGTAG_TOKEN", "")
         check_token(token)
         settings = RunSettings(run=options.run, version=version, patience_s=options.patience)
+        if options.again and not (options.run_dir / FILE_NAME).exists():
+            raise JournalError(
+                f"{options.run_dir / FILE_NAME} is gone, and with it who is in the run, so the run cannot go on. Start "
+                f"it again; it continues from its last checkpoint, if it has one."
+            )
         # First the journal: a second hub must learn of the first one's rather than of its port.
         with Journal[JournalRecord](options.run_dir, run=options.run, records=JournalRecord) as journal:
             state = restore(journal.records, settings)
@@ -105,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     place.add_argument("--port", type=int, default=0, help="port to listen on; 0: any, it is printed")
     place.add_argument("--fd", type=int, help="a bound socket to listen on, inherited, instead")
     parser.add_argument("--run-dir", type=Path, required=True, help="where the run's journal lies")
+    parser.add_argument("--again", action="store_true", help="it ran before, so its journal must be there")
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--brief", action="store_true", help="print a line for each change of who trains, and no more")
     parser.add_argument("--quiet", action="store_true", help="print only what goes wrong")

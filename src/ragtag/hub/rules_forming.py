@@ -13,6 +13,8 @@ from ragtag.hub.rules_decision import Drifted, decide
 from ragtag.hub.rules_state import GENERATIONS_PER_EPOCH, GoRecord, Preparing, Worker
 from ragtag.hub.rules_turn import Turn
 
+_CHANCE = 0.5
+"""Multiples of the patience for which a last chance lasts once the first member with the state has come."""
 _PATIENT = 10
 """Multiples of the patience that a first generation waits for workers that their machine has announced."""
 FRUITLESS_LIMIT = 10
@@ -56,6 +58,7 @@ def announce(turn: Turn, reason: str, *, soft: bool = False, after_failure: bool
         reason=reason,
         since_s=old.since_s if keeps_time and old is not None else turn.now_s,
         last_chance=last_chance,
+        came_s=old.came_s if keeps_time and old is not None else None,
         after_failure=after_failure or (old is not None and old.after_failure),
     )
     turn.set(preparing=preparing, counter=state.counter + 1)
@@ -186,8 +189,10 @@ def _complete(turn: Turn) -> bool:
     if preparing is None:
         return False
     old = [inc for inc in preparing.members if inc in state.members]
-    if preparing.last_chance and any(join.has_state and join.inc in old for join in preparing.joins):
-        return _chance_is_over(turn, preparing, old)
+    if preparing.last_chance and preparing.came_s is not None and not _answered(preparing, old):
+        over = turn.now_s - preparing.came_s >= _CHANCE * state.settings.patience_s
+        here = any(join.has_state and join.inc in old for join in preparing.joins)
+        return over and here and _chance_is_over(turn, preparing, old)
     waited_for = old if state.started else list(preparing.members)
     if not preparing.told or not _answered(preparing, waited_for):
         return False
@@ -212,7 +217,7 @@ def _complete(turn: Turn) -> bool:
 
 
 def _chance_is_over(turn: Turn, preparing: Preparing, old: list[str]) -> bool:
-    """Somebody with the state has come: those that were taken back without being here are given up again."""
+    """Somebody with the state has come, and time has passed: those that are still not here are given up again."""
     turn.set(preparing=replace(preparing, last_chance=False))
     for inc in old:
         if not turn.worker(inc).connected:
@@ -250,7 +255,9 @@ def _begin(
     )
     inside = {member.inc for member in go.members}
     in_vain = last is not None and last.base == base and inside.issuperset(state.members)
-    fruitless = state.fruitless + 1 if preparing.after_failure and in_vain else 0
+    # Newcomers with which generations fail are dropped (`quarrel`), and never end a run.
+    counted = last is not None and last.num_veterans in (0, len(last.members))
+    fruitless = state.fruitless + counted if preparing.after_failure and in_vain else 0
     if fruitless >= FRUITLESS_LIMIT:
         turn.end(f"{fruitless} generations in a row failed before step {base + 1} was applied. The last: {go.reason}")
         return

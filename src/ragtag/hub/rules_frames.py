@@ -25,8 +25,9 @@ from ragtag.hub.frames import (
 )
 from ragtag.hub.rules_forming import announce, prep, trusted
 from ragtag.hub.rules_limits import DIGESTS_LIMIT, WORKERS_LIMIT, absurd, cut
+from ragtag.hub.rules_reach import unreachable
 from ragtag.hub.rules_state import DescribedRecord, PointerRecord, Preparing, ReadyRecord, Send, Worker
-from ragtag.hub.rules_suspicion import quarrel
+from ragtag.hub.rules_suspicion import quarrel, unready
 from ragtag.hub.rules_turn import Turn
 
 
@@ -88,6 +89,8 @@ def _hello(turn: Turn, hello: Hello) -> None:
         refusal = f"it runs ragtag {hello.version}, this run ragtag {settings.version}; install that version there"
     elif known is None and len(state.workers) >= WORKERS_LIMIT:
         refusal = f"{WORKERS_LIMIT} workers are in this run already"
+    elif known is None and state.end is None:
+        refusal = unreachable(state, member)
     if refusal:
         turn.log(f"{member.name} ({member.host}) was refused: {refusal}", "warning")
         _answer(turn, member.inc, Refused(reason=refusal))
@@ -201,11 +204,15 @@ def _join(turn: Turn, join: Join) -> None:
     old = turn.state.members
     first = preparing.soft and join.inc in old and not any(other.inc in old for other in preparing.joins)
     joins = (*(other for other in preparing.joins if other.inc != join.inc), join)
+    came_s = preparing.came_s
+    if came_s is None and preparing.last_chance and join.has_state and join.inc in old:
+        came_s = turn.now_s
     turn.set(
         preparing=replace(
             preparing,
             joins=tuple(sorted(joins, key=lambda each: each.inc)),
             since_s=turn.now_s if first else preparing.since_s,
+            came_s=came_s,
         )
     )
 
@@ -215,12 +222,16 @@ def _fail(turn: Turn, worker: Worker, fail: Fail) -> None:
         return
     quarrels, blamed = quarrel(turn.state, fail, turn.now_s)
     turn.set(quarrels=quarrels)
-    reason = f"{worker.title}: {cut(fail.reason)}"
-    if blamed and trusted(turn, blamed):
-        alone = blamed == fail.inc and fail.suspect not in turn.state.members
-        what = "fails again and again on its own" if alone else "cannot be reached by other members, time and again"
-        reason = f"{turn.worker(blamed).title} {what}; {reason}"
-        turn.suspect(blamed, reason)
+    said = reason = f"{worker.title}: {cut(fail.reason)}"
+    named = fail.suspect in turn.state.members
+    for inc in (inc for inc in blamed if trusted(turn, inc)):
+        if not named and inc in unready(turn.state):
+            what = "has joined, and generations with it fail time and again"
+        else:
+            alone = inc == fail.inc and not named
+            what = "fails again and again on its own" if alone else "cannot be reached by other members, time and again"
+        reason = f"{turn.worker(inc).title} {what}; {said}"
+        turn.suspect(inc, reason)
     preparing = turn.state.preparing
     if preparing is None or preparing.soft:
         announce(turn, reason, after_failure=True)

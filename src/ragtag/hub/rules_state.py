@@ -186,6 +186,8 @@ class Quarrel(Value, frozen=True, kw_only=True):
     generation: int
     """The last one in which it happened."""
     at_s: float
+    newer: str = ""
+    """The one of the two that was a newcomer when it happened, and the other was not; empty: neither."""
 
 
 class Preparing(Value, frozen=True, kw_only=True):
@@ -203,6 +205,8 @@ class Preparing(Value, frozen=True, kw_only=True):
     """Sorted by incarnation."""
     last_chance: bool = False
     """Suspected members were taken back, since nobody else holds the state."""
+    came_s: float | None = None
+    """When the first member that holds the state answered in a last chance; None: none has."""
     after_failure: bool = False
 
 

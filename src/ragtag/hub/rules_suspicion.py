@@ -111,27 +111,65 @@ def _last_heard(worker: Worker) -> str:
     return f"; last heard at step {worker.step}, {worker.doing}" if worker.doing else ""
 
 
-def quarrel(state: HubState, fail: Fail, now_s: float) -> tuple[tuple[Quarrel, ...], str]:
-    """Return all quarrels with this failure noted, and the incarnation that must go now; empty: nobody.
+def unready(state: HubState) -> frozenset[str]:
+    """Return the newcomers of the last generation that have not copied the state yet; none in a first generation."""
+    newcomers = joined(state)
+    return newcomers - frozenset(state.ready)
+
+
+def joined(state: HubState) -> frozenset[str]:
+    """Return those that came into the last generation as newcomers; none in a first one, where all are new."""
+    go = state.go
+    if go is None or not go.num_veterans:
+        return frozenset()
+    return frozenset(member.inc for member in go.members[go.num_veterans :])
+
+
+def quarrel(state: HubState, fail: Fail, now_s: float) -> tuple[tuple[Quarrel, ...], tuple[str, ...]]:
+    """Return all quarrels with this failure noted, and the incarnations that must go now.
 
     Each pair counts once a generation, and what is ten times the patience old is forgotten. Of a pair, the one goes
-    that more members accuse; between equals the later rank.
+    that was a newcomer when they first failed, else the one that more members accuse; between equals the later rank.
+    A failure that names nobody is the newcomers' that have not copied the state yet, where there are such.
     """
     window_s = _SLOW * state.settings.patience_s
     kept = [each for each in state.quarrels if now_s - each.at_s <= window_s]
     known = fail.suspect in state.members and fail.suspect != fail.inc
+    new = unready(state)
+    if not known and new:
+        blamed = []
+        for inc in sorted(new):
+            kept, accusations = _noted(kept, ("", inc), inc, fail.generation, now_s)
+            if accusations >= _QUARRELS:
+                blamed.append(inc)
+        return tuple(kept), tuple(blamed)
     accused = fail.suspect if known else ""
     pair = (min(fail.inc, accused), max(fail.inc, accused))
-    old = next((each for each in kept if each.pair == pair), None)
-    if old is not None and old.generation == fail.generation:
-        return tuple(kept), ""
-    accusations = (*(() if old is None else old.accused), accused)[-_ALONE:]
-    new = Quarrel(pair=pair, accused=accusations, generation=fail.generation, at_s=now_s)
-    kept = [*(each for each in kept if each.pair != pair), new][-QUARRELS_LIMIT:]
+    newer = [inc for inc in pair if inc in joined(state)]
+    kept, accusations = _noted(kept, pair, accused, fail.generation, now_s, newer[0] if len(newer) == 1 else "")
     if not known:
         by_others = any(each.pair[0] == "" and each.pair != pair for each in kept)
-        return tuple(kept), fail.inc if len(accusations) >= _ALONE and not by_others else ""
-    if len(accusations) < _QUARRELS:
-        return tuple(kept), ""
+        return tuple(kept), (fail.inc,) if accusations >= _ALONE and not by_others else ()
+    if accusations < _QUARRELS:
+        return tuple(kept), ()
+    noted = next(each for each in kept if each.pair == pair)
     votes = [name for each in kept for name in each.accused]
-    return tuple(kept), max(pair, key=lambda inc: (votes.count(inc), state.members.index(inc)))
+    return tuple(kept), (noted.newer or max(pair, key=lambda inc: (votes.count(inc), state.members.index(inc))),)
+
+
+def _noted(
+    kept: list[Quarrel], pair: tuple[str, str], accused: str, generation: int, now_s: float, newer: str = ""
+) -> tuple[list[Quarrel], int]:
+    """All quarrels with this one, and how often this pair has failed; 0 where it is known for this generation."""
+    old = next((each for each in kept if each.pair == pair), None)
+    if old is not None and old.generation == generation:
+        return kept, 0
+    accusations = (*(() if old is None else old.accused), accused)[-_ALONE:]
+    note = Quarrel(
+        pair=pair,
+        accused=accusations,
+        generation=generation,
+        at_s=now_s,
+        newer=newer if old is None else old.newer or newer,
+    )
+    return [*(each for each in kept if each.pair != pair), note][-QUARRELS_LIMIT:], len(accusations)

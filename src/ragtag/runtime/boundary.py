@@ -4,8 +4,23 @@ The one idea: a clock or a signal only changes what a rank says on its ballot; w
 after that step, and so after the same step on every rank.
 """
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+
+def what_signals_ask(stops: Sequence[int], *, elastic: bool) -> tuple[int, bool]:
+    """Return because of which signal all ranks end (0: they go on), and whether some of them leave the others.
+
+    Where ranks come and go, SIGTERM is meant for the process that got it, and what ends all is SIGINT.
+
+    Args:
+        stops: the signal that has come to each rank, 0: none.
+        elastic: ranks come and go.
+    """
+    if not elastic:
+        return max(stops), False
+    return (signal.SIGINT if signal.SIGINT in stops else 0), signal.SIGTERM in stops
 
 
 class Boundary:
@@ -31,6 +46,8 @@ class Boundary:
         """A checkpoint is to be written before the next step."""
         self.stop_agreed = 0
         """Number of the signal because of which all ranks end before the next step; 0: they go on."""
+        self.leave_agreed = False
+        """This rank alone ends before the next step, and the others know that one does."""
 
     def is_due(self, number: int) -> bool:
         """Whether this rank says that a checkpoint is due after step `number`."""
@@ -38,10 +55,12 @@ class Boundary:
             return True
         return self._every_s is not None and self._clock() - self._saved_s >= self._every_s
 
-    def agree(self, *, save: bool, stop: int) -> None:
-        """What the votes on a step that was applied have decided."""
-        self.save_agreed = self.save_agreed or save
+    def agree(self, *, save: bool, stop: int, leave: bool = False) -> None:
+        """What the votes on a step that was applied have decided; `leave`: some rank leaves, and before it does, what
+        all hold is saved."""
+        self.save_agreed = self.save_agreed or save or leave
         self.stop_agreed = self.stop_agreed or stop
+        self.leave_agreed = self.leave_agreed or (leave and self.stop == signal.SIGTERM)
 
     def saved(self) -> None:
         """The checkpoint was written, or could not be; the time to the next one begins."""

@@ -38,7 +38,8 @@ class UnitBuffers:
         """Make a new tensor for the sum over ranks, and keep the own changes; see `GradientSums.renew`."""
         if self.names:
             self._sum = torch.zeros_like(self._change)
-            self._mirror = HostMirror(self._sum, travels=self._group.elastic or self._group.world_size > 1)
+            travels = (self._group.elastic or self._group.world_size > 1) and self._group.device_sum is None
+            self._mirror = HostMirror(self._sum, travels=travels)
             self._work = None
 
     def values(self) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ vector, and everybody adds that vector up in the same order. So the value does n
 last bit.
 """
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,12 +17,15 @@ from ragtag.core.errors import LossError
 from ragtag.core.ledger import Ledger
 from ragtag.core.mixing import seed_for
 from ragtag.core.values import Plan
+from ragtag.emulate.memory import MemoryLimit
 from ragtag.emulate.pace import Pace
 from ragtag.runtime.batches import to_device
 from ragtag.runtime.device import copies_asynchronously
+from ragtag.runtime.evaluation_pieces import EvaluationPieces, Piece
 from ragtag.runtime.loader import UnitLoader
 from ragtag.runtime.loss import as_metric, number_of
 from ragtag.runtime.modes import mode
+from ragtag.runtime.out_of_memory import release_memory
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
 
@@ -77,6 +81,8 @@ def evaluate(
     precision: str,
     seed: int,
     name: str,
+    memory: MemoryLimit,
+    pieces: EvaluationPieces,
 ) -> Evaluation:
     """Mean of `metric_fn` over the whole dataset, in evaluation mode, without gradients; equal on every rank.
 
@@ -84,34 +90,57 @@ def evaluate(
         run_size: samples in one forward; depends on settings only, never on the cluster.
         seed: random numbers drawn in a run are seeded by (seed, run), and the script's own are left alone.
         name: distinguishes this evaluation from every other one of the run.
+        memory: what a forward may hold.
+        pieces: how much this rank's memory was found to hold.
+
+    Raises:
+        DeviceMemoryError: not even one sample fits into it.
     """
     ledger = Ledger(step=0, samples=dataset_size, unit=run_size, units_per_rank=_units(plan, dataset_size, run_size))
     mine = list(ledger.todo(group.rank))
     loader.keep(())  # what an evaluation that failed had asked for
     runs: list[_Run] = []
     ahead = 0
+
+    def request(piece: Piece) -> None:
+        loader.request((0, piece[0]), 0, tuple(range(*piece)))
+
+    def forward(unit: int, piece: Piece) -> None:
+        start, stop = piece
+        request(piece)
+        data = loader.take([(0, start)])
+        with preserved_random_state(device):
+            part = () if start == ledger.span(unit)[0] else (start,)
+            seed_everything(seed_for(seed, 0, unit, *part), device)
+            with memory.evaluation():
+                batch = to_device(data, device, non_blocking=copies_asynchronously(device))
+                with pace.forward_backward(stop - start):
+                    loss = as_metric(metric_fn(model, batch), num_samples=stop - start)
+                total, count = number_of(loss.total), number_of(loss.count)
+        metrics = {key: number_of(value) for key, value in loss.metrics.items()}
+        runs.append(_Run(unit, total, count, metrics))
+
+    where = f"rank {group.rank} ({group.hosts[group.rank]}), {device},"
     with mode(model, training=False), torch.no_grad(), autocast(precision, device):
         for position, unit in enumerate(mine):
             if group.elastic:
                 raise_failure(group)
             while ahead < min(len(mine), position + 4):
-                start, stop = ledger.span(mine[ahead])
-                loader.request((0, mine[ahead]), 0, tuple(range(start, stop)))
+                for piece in pieces.of(ledger.span(mine[ahead])):
+                    request(piece)
                 ahead += 1
-            start, stop = ledger.span(unit)
-            data = loader.take([(0, unit)])
-            with preserved_random_state(device):
-                seed_everything(seed_for(seed, 0, unit), device)
-                batch = to_device(data, device, non_blocking=copies_asynchronously(device))
-                with pace.forward_backward(stop - start):
-                    loss = as_metric(metric_fn(model, batch), num_samples=stop - start)
-            metrics = {key: number_of(value) for key, value in loss.metrics.items()}
-            runs.append(_Run(unit, number_of(loss.total), number_of(loss.count), metrics))
+            pieces.compute(
+                ledger.span(unit),
+                partial(forward, unit),
+                forget=partial(loader.keep, ()),
+                where=where,
+                release=partial(release_memory, device),
+            )
             group.note(group.step, f"evaluating, {position + 1} of {len(mine)} runs done")
     names = _metric_names(group, runs, name)
     table = torch.zeros(ledger.num_units, 2 + len(names), dtype=torch.float64)
     for run in runs:
-        table[run.unit] = torch.tensor(
+        table[run.unit] += torch.tensor(
             [run.total, run.count, *(run.metrics[key] for key in names)], dtype=torch.float64
         )
     flat = table.view(-1)

@@ -110,7 +110,7 @@ class GradientSums:
             hook.remove()
 
     def _make_buckets(self) -> None:
-        travels = self._group.elastic or self._group.world_size > 1
+        travels = (self._group.elastic or self._group.world_size > 1) and self._group.device_sum is None
         self.buckets = _make_buckets(self._parameters, self._bucket_bytes, travels=travels)
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 

@@ -21,7 +21,7 @@ from ragtag.runtime import resuming, state
 from ragtag.runtime.boundary import Boundary
 from ragtag.runtime.run import Run
 from ragtag.runtime.script import ScriptPosition
-from ragtag.runtime.stop_signals import Stopped, StopSignals, tell_launcher
+from ragtag.runtime.stop_signals import SIGNALS, Stopped, StopSignals, tell_launcher
 
 log = logging.getLogger("ragtag")
 
@@ -47,10 +47,16 @@ class Keeper(Protocol):
 
 
 class NotKept:
-    """No `checkpoint` is set: nothing is automatic."""
+    """No `checkpoint` is set: nothing is automatic, but that a process leaves which is told to."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._signals = signals_of(run, "") if run.group.elastic else None
 
     def at_boundary(self) -> None:
-        """Do nothing."""
+        """Leave where that was asked for."""
+        if self._signals is not None and self._run.boundary.leave_agreed:
+            leave(self._run, self._signals)
 
     def next_history(self) -> None:
         """There is none."""
@@ -59,7 +65,9 @@ class NotKept:
         """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Give the signals back."""
+        if self._signals is not None:
+            self._signals.close()
 
 
 def begin(run: Run, script: ScriptPosition) -> None:
@@ -94,7 +102,57 @@ def begin(run: Run, script: ScriptPosition) -> None:
 
 def keeper(run: Run, script: ScriptPosition) -> Keeper:
     """Return who keeps checkpoints of `run` from now on, under the names that its history gives them."""
-    return NotKept() if run.history is None else Keeping(run, script)
+    return NotKept(run) if run.history is None else Keeping(run, script)
+
+
+def signals_of(run: Run, kept_in: str) -> StopSignals:
+    """Hear the signals that ask this process to end after a step, from now on.
+
+    Ctrl-C only where checkpoints are kept, and not on a guest's machine, where it is for that machine alone; SIGTERM
+    where checkpoints are kept, or others go on without this process.
+
+    Args:
+        run: this rank.
+        kept_in: where checkpoints are kept; empty: nowhere.
+    """
+    group, guest = run.group, os.environ.get("RAGTAG_GUEST") == "1"
+    numbers = {number for number in SIGNALS if kept_in or (group.elastic and number == signal.SIGTERM)}
+    if guest:
+        numbers &= {signal.SIGTERM}
+
+    def given_up(number: signal.Signals) -> None:
+        """No step boundary has come; on a thread of the signals'."""
+        alone = group.elastic and number == signal.SIGTERM
+        kept = f" without a new checkpoint; what was kept before is in {kept_in}" if kept_in else ""
+        said = (
+            f"rank {group.rank} ({group.hosts[group.rank]}) was to {'leave' if alone else 'end'} by {number.name}, but "
+            f"no step ended within patience_s = {group.patience_s:g} s (step {group.step}, {group.doing}), so it ends "
+            f"at once{kept}"
+        )
+        log.warning("%s.", said)
+        process_exit.ending_with(128 + number)
+        if not alone:
+            group.announce_failure(RagtagError(said), group.doing)
+
+    signals = StopSignals(run.boundary, group.patience_s, given_up, numbers=numbers, is_for_one=group.elastic)
+    if numbers:
+        signals.install()
+    return signals
+
+
+def leave(run: Run, signals: StopSignals) -> None:
+    """End this process between two steps, and no other. Raises Stopped."""
+    signals.reached_boundary()
+    go_on = "the others go on" if run.group.world_size > 1 else "nobody else is in the run"
+    log.warning(
+        "rank %d (%s) leaves by SIGTERM after step %d; %s.",
+        run.group.rank,
+        run.group.hosts[run.group.rank],
+        run.committed,
+        go_on,
+    )
+    process_exit.ending_with(128 + signal.SIGTERM)
+    raise Stopped(128 + signal.SIGTERM)
 
 
 class Keeping:
@@ -107,9 +165,7 @@ class Keeping:
         self._directory = Directory(open_storage(config.checkpoint))
         self._last: Mark | None = None
         run.boundary = Boundary(every_s=config.checkpoint_every_s, every_steps=config.checkpoint_every_steps)
-        self._signals = StopSignals(run.boundary, group.patience_s, self._given_up)
-        if os.environ.get("RAGTAG_GUEST") != "1":  # there Ctrl-C is for one machine, and the others go on
-            self._signals.install()
+        self._signals = signals_of(run, self._directory.address)
         tell_launcher(os.environ, group.patience_s)
 
     def at_boundary(self) -> None:
@@ -124,6 +180,8 @@ class Keeping:
                 except CheckpointError as error:
                     log.warning("step %d: %s Training goes on without this checkpoint.", run.committed, error)
             boundary.saved()
+        if boundary.leave_agreed:
+            leave(run, self._signals)
 
     def next_history(self) -> History:
         """What comes now does not follow from what this run has kept, so it gets names of its own."""
@@ -145,7 +203,8 @@ class Keeping:
             run.group.note(run.committed, f"writing the checkpoint {mark.name}")
             began_s = time.monotonic()
             tree = state.collect(run, self._script.state_dict())
-            self._directory.save(mark, tree, keep=run.config.checkpoint_keep, bad=history.bad)
+            keep = run.config.checkpoint_keep
+            self._directory.save(mark, tree, keep=keep, bad=history.bad, confirm=run.group.confirm)
             self._last = mark
             if isinstance(run.group, ElasticGroup):
                 run.group.checkpointed(run.committed, self._directory.where(mark))
@@ -172,18 +231,6 @@ class Keeping:
         run.recorder.ended(run.committed, f"stopped by {number.name}")
         process_exit.ending_with(128 + number)
         raise Stopped(128 + number)
-
-    def _given_up(self, number: signal.Signals) -> None:
-        """No step boundary has come; on a thread of the signals'."""
-        group = self._run.group
-        said = (
-            f"rank {group.rank} ({group.hosts[group.rank]}) was to end by {number.name}, but no step ended within "
-            f"patience_s = {group.patience_s:g} s (step {group.step}, {group.doing}), so it ends without a new "
-            f"checkpoint; what was kept before is in {self._directory.address}"
-        )
-        log.warning("%s.", said)
-        process_exit.ending_with(128 + number)
-        group.announce_failure(RagtagError(said), group.doing)
 
     def _newest(self) -> str:
         try:

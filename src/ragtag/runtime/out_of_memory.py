@@ -17,12 +17,13 @@ import torch
 
 from ragtag.control.explain import samples
 from ragtag.control.memory import smaller
-from ragtag.core.errors import DeviceMemoryError
+from ragtag.core.errors import DeviceMemoryError, RagtagError
 from ragtag.core.ledger import micro_batches
 from ragtag.runtime.loss_sums import LossSums
 from ragtag.runtime.work import StepWork, Units
 
 if TYPE_CHECKING:
+    from ragtag.comm.group import Group
     from ragtag.runtime.settling import Settling
     from ragtag.runtime.stand_in import Cover
 
@@ -93,7 +94,7 @@ class OwnWork:
         if settling.adding:
             left += ledger.contents(run.group.rank)
             drop_own_sum(settling, run.group.rank)
-        _release(run.device)
+        release_memory(run.device)
         tried = ledger.span(in_hand[-1])[1] - ledger.span(in_hand[0])[0]
         settling.fits = smaller(tried, unit=ledger.unit, by_unit=run.by_unit)
         settling.failure = f"{samples(tried)} in one forward: {failure}"
@@ -127,6 +128,26 @@ def drop_own_sum(settling: "Settling", rank: int) -> None:
     settling.adding = False
 
 
+@contextmanager
+def memory_explained(group: "Group", device: torch.device | None, what: str, way_out: str) -> Iterator[None]:
+    """Where what happens in here runs out of memory, say who did, on which device, what did not fit, and a way out.
+
+    Raises:
+        DeviceMemoryError: it did.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RagtagError) or not ran_out_of_memory(error):
+            raise
+        place = f", {device}," if device is not None else ""
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise DeviceMemoryError(
+            f"rank {group.rank} ({group.hosts[group.rank]}){place} ran out of memory: {what} did not fit. {way_out} "
+            f"What it said: {said}"
+        ) from error
+
+
 def no_rank_can(settling: "Settling") -> DeviceMemoryError:
     """The error that every rank raises when none can compute what is left; a call of the group."""
     run, unit = settling.run, settling.ledger.unit
@@ -150,7 +171,7 @@ def no_rank_can(settling: "Settling") -> DeviceMemoryError:
     return error
 
 
-def _release(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Give back what nobody refers to any more: cycles, and what the accelerator's allocator keeps for later."""
     gc.collect()
     if device.type != "cpu":

@@ -4,7 +4,7 @@ Every rank goes through the same steps in the same order, so an error is the sam
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,14 @@ import msgspec
 import torch
 from torch.utils.data import default_collate
 
+from ragtag.comm.device_sum import nccl_sum, require_nccl
 from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.group import Group, raise_failure
 from ragtag.control.controller import Controller
 from ragtag.control.proposal import Limits
 from ragtag.control.sharing import Start, choose_unit, initial_plan
 from ragtag.core.config import Config
-from ragtag.core.errors import DataError, DisagreementError
+from ragtag.core.errors import DataError, DisagreementError, RagtagError
 from ragtag.core.sampler import Sampler
 from ragtag.emulate.environment import Emulator
 from ragtag.emulate.memory import MemoryLimit, NoMemoryLimit
@@ -30,6 +31,7 @@ from ragtag.runtime.buffers import UnitBuffers
 from ragtag.runtime.device import Stopwatch, choose_device, device_kind, make_current
 from ragtag.runtime.loader import UnitLoader, check_dataset, loader_settings
 from ragtag.runtime.loader_worker import read_samples
+from ragtag.runtime.out_of_memory import memory_explained, ran_out_of_memory, release_memory
 from ragtag.runtime.precision import LossScale, check_precision, supported_precision
 from ragtag.runtime.randomness import preserved_random_state
 from ragtag.runtime.run import Run
@@ -97,14 +99,15 @@ def prepare(
         {
             "global_batch_size": global_batch_size,
             "shares": None if shares is None else list(shares),
-            "start": msgspec.to_builtins(start),
+            # Where ranks come and go, what a plan begins with is one machine's: see `_start_of_all`.
+            "start": None if group.elastic else msgspec.to_builtins(start),
             "seed": seed,
             "shuffle": shuffle,
             "precision": precision,
             "clip_norm": clip_norm,
             "scheduler": type(scheduler).__name__,
             "state": sorted(state),
-            **{f"config.{name}": value for name, value in msgspec.to_builtins(config).items()},
+            **{f"config.{name}": value for name, value in msgspec.to_builtins(config).items() if name != "log"},
         },
     )
     newcomer = isinstance(group, ElasticGroup) and group.is_newcomer
@@ -114,17 +117,24 @@ def prepare(
     else:
         compare(fingerprints, group.hosts)
         _take_rank_0_values(model, optimizer, scheduler, state, group)
+    if config.reduce == "nccl":
+        require_nccl(device, group.rank, group.hosts[group.rank])
+        group.device_sum = nccl_sum
     own_precision, precision_reason = supported_precision(precision, device)
     if precision_reason:
         log.warning("rank %d: %s", group.rank, precision_reason)
     collate = settings.collate_fn or default_collate
+    memory: MemoryLimit = emulator.memory if emulator else NoMemoryLimit()
+    memory.attach(model, optimizer)
     if newcomer:
         nature = msgspec.convert(group.gather("nature", None)[0], Nature)
     else:
-        nature = _find_nature(model, loss_fn, dataset, collate, sampler, device, own_precision, state, config, group)
+        nature = _find_nature(
+            model, loss_fn, dataset, collate, sampler, device, own_precision, state, config, group, memory
+        )
     unit, unit_reason = _unit(nature, config, sampler)
     by_unit = config.unit is not None or not nature.separable
-    start = Start() if newcomer else start
+    start = Start() if newcomer else _start_of_all(start, group)
     plan = initial_plan(
         world_size=group.world_size,
         global_batch_size=global_batch_size,
@@ -141,9 +151,7 @@ def prepare(
     if shares is None and group.world_size > 1:
         controller = Controller(plan, Limits(micro_batch=config.micro_batch, memory=start.micro_batch))
     pace: Pace = emulator.pace if emulator else NoPace()
-    memory: MemoryLimit = emulator.memory if emulator else NoMemoryLimit()
     pace.attach(model)
-    memory.attach(model, optimizer)
     if emulator is not None:
         log.info("%s", emulator.describe())
     return Run(
@@ -235,6 +243,7 @@ def _find_nature(
     objects: Mapping[str, Any],
     config: Config,
     group: Group,
+    memory: MemoryLimit,
 ) -> Nature:
     """Rank 0 tries the loss; everybody learns what it found."""
     nature: Nature | None = None
@@ -242,19 +251,60 @@ def _find_nature(
         group.note(0, "trying the loss on a few samples")
         first = sampler.batch(1)
         indices = sampler.indices(1, 0, min(CANDIDATES, first.size))
-        nature = try_loss(
-            model,
-            loss_fn,
-            choose_samples([_sample(dataset, first.epoch, index, sampler.seed, config) for index in indices]),
-            collate,
-            device,
-            by_unit=config.unit is not None,
-            check_loss=config.check_loss,
-            precision=precision,
-            state_modules=tuple(objects.values()),
-        )
+        chosen = choose_samples([_sample(dataset, first.epoch, index, sampler.seed, config) for index in indices])
+
+        def attempt(samples: Sequence[Any]) -> Nature:
+            with memory.forward_backward():
+                return try_loss(
+                    model,
+                    loss_fn,
+                    samples,
+                    collate,
+                    device,
+                    by_unit=config.unit is not None,
+                    check_loss=config.check_loss,
+                    precision=precision,
+                    state_modules=tuple(objects.values()),
+                )
+
+        nature = _with_what_fits(attempt, chosen, device, group)
     found = group.gather("nature", None if nature is None else msgspec.to_builtins(nature))[0]
     return msgspec.convert(found, Nature)
+
+
+def _with_what_fits(
+    attempt: Callable[[Sequence[Any]], Nature], samples: Sequence[Any], device: torch.device, group: Group
+) -> Nature:
+    """What the trial finds with as many of the samples, the smallest first, as this rank's memory holds."""
+    refused: Exception | None = None
+    for count in sorted({len(samples), 2, 1}, reverse=True):
+        try:
+            return attempt(samples[:count])
+        except Exception as error:
+            if not isinstance(error, RagtagError) and ran_out_of_memory(error):
+                refused = error.with_traceback(None)  # with its frames goes what they hold in memory
+                refused.__context__ = None
+            elif refused is None or count > 1 or isinstance(error, RagtagError):
+                raise
+            # else one sample fits, but is no batch for this model
+        release_memory(device)
+        log.warning(
+            "rank %d (%s), %s, ran out of memory while trying the loss on %d sample(s) before step 1",
+            group.rank,
+            group.hosts[group.rank],
+            device,
+            count,
+        )
+    assert refused is not None
+    with memory_explained(group, device, "trying the loss on one sample, before step 1,", _ROOM_ON_RANK_0):
+        raise refused
+    raise AssertionError
+
+
+_ROOM_ON_RANK_0 = (
+    "Make samples shorter or the model smaller, use precision='bf16' or torch.utils.checkpoint, or give rank 0 (the "
+    "first worker of the machine that is started first) the device with the most memory."
+)
 
 
 def _sample(dataset: Any, epoch: int, index: int, seed: int, config: Config) -> Any:
@@ -264,6 +314,29 @@ def _sample(dataset: Any, epoch: int, index: int, seed: int, config: Config) -> 
             return read_samples(dataset, epoch, (index,), seed if config.seed_samples else None)[0]
         except Exception as error:
             raise DataError(f"dataset[{index}] failed: {type(error).__name__}: {error}") from error
+
+
+def _start_of_all(start: Start, group: Group) -> Start:
+    """What all ranks begin with. Where ranks come and go, the machine that has a plan says it, if it begins alone and
+    as planned; with others than planned, shares begin equal and follow speed all the same."""
+    if not group.elastic:
+        return start
+    said = [msgspec.convert(each, Start) for each in group.gather("start", msgspec.to_builtins(start))]
+    planned = next((each for each in said if each != Start()), None)
+    if planned is None:
+        return start
+    lengths = {len(each) for each in (planned.shares, planned.micro_batch) if each is not None}
+    if lengths == {group.world_size} and len(set(group.hosts)) == 1:
+        return planned
+    if group.rank == 0:
+        log.warning(
+            "the plan is for %s workers of one machine, and %d of %d machine(s) begin: shares begin equal and follow "
+            "measured speed",
+            " or ".join(map(str, sorted(lengths))),
+            group.world_size,
+            len(set(group.hosts)),
+        )
+    return Start()
 
 
 def _unit(nature: Nature, config: Config, sampler: Sampler) -> tuple[int, str]:

@@ -29,6 +29,7 @@ from ragtag.control.worth import gains
 from ragtag.core.config import Config
 from ragtag.core.decision import Decision
 from ragtag.core.values import StepReport
+from ragtag.runtime.blaming import Blaming
 from ragtag.runtime.recording import NoRecorder, Recorder
 from ragtag.runtime.run import Run
 from ragtag.watch.events import (
@@ -82,7 +83,7 @@ class HubLines:
         """The group closes its connection itself."""
 
 
-def recorder(config: Config, group: Group, devices: Sequence[tuple[str, str]]) -> Recorder:
+def recorder(config: Config, group: Group, devices: Sequence[tuple[str, str, str]]) -> Recorder:
     """Return who writes the log as `config` and the launcher say.
 
     Args:
@@ -101,7 +102,7 @@ def recorder(config: Config, group: Group, devices: Sequence[tuple[str, str]]) -
 class EventRecorder:
     """Writes events while this rank is the first."""
 
-    def __init__(self, writer: LogWriter, group: Group, devices: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, writer: LogWriter, group: Group, devices: Sequence[tuple[str, str, str]]) -> None:
         self._writer, self._group, self._devices = writer, group, devices
         self._began: Began | None = None
         self._members: Members | None = None
@@ -110,6 +111,7 @@ class EventRecorder:
         """Whether with what they achieved."""
         self._sample_s: list[deque[float]] = []
         self._verdict_due_s = 0.0
+        self._blaming: Blaming | None = None
         self._said = Listener(self)
         self._run: Run | None = None
         self._last_step = 0
@@ -181,6 +183,8 @@ class EventRecorder:
             )
         )
         self._tell_decisions(run)
+        if self._blaming is not None:
+            self._blaming.step(run, report.number, ballots)
         now_s = time.monotonic()
         if run.controller is not None and report.number >= _FIRST_VERDICT and now_s >= self._verdict_due_s:
             self._verdict_due_s = now_s + _VERDICT_EVERY_S
@@ -247,6 +251,7 @@ class EventRecorder:
             )
             self._writer.write(self._members)
             self._sample_s, self._plan_id = [], ""
+            self._blaming = Blaming(self._writer, ranks, [member.model for member in ranks])
         if run.plan_id != self._plan_id:
             self._plan_id, plan = run.plan_id, run.plan
             self._writer.write(
@@ -274,8 +279,9 @@ class EventRecorder:
             number = name.rpartition("/")[2]
             index = int(number) if isinstance(group, ElasticGroup) and number.isdigit() else rank
             if index < len(self._devices):
-                name, host = self._devices[index]
-            kind = run.device_kinds[rank] if rank < len(run.device_kinds) else ""
+                name, host, kind = self._devices[index]
+            else:
+                kind = run.device_kinds[rank] if rank < len(run.device_kinds) else ""
             ranks.append(Member(name=name, host=host, model=kind))
         return tuple(ranks)
 

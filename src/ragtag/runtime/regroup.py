@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from ragtag.checkpoint.directory import History
-from ragtag.comm.elastic import ElasticGroup, Evicted, Standing
+from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.group import Group
 from ragtag.comm.passing import GenerationEnded
+from ragtag.comm.standing import Evicted, Standing
 from ragtag.control.controller import Controller
 from ragtag.control.membership import Brought, memory_of, plan_for
 from ragtag.control.proposal import Limits

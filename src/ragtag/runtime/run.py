@@ -32,6 +32,7 @@ from ragtag.emulate.memory import MemoryLimit
 from ragtag.emulate.pace import Pace
 from ragtag.runtime.boundary import Boundary
 from ragtag.runtime.buffers import UnitBuffers
+from ragtag.runtime.contention import Contention
 from ragtag.runtime.device import Stopwatch
 from ragtag.runtime.gradients import GradientSums
 from ragtag.runtime.loader import UnitLoader
@@ -40,6 +41,7 @@ from ragtag.runtime.precision import LossScale
 from ragtag.runtime.recording import NoRecorder, Recorder
 from ragtag.runtime.replicas import check_replicas
 from ragtag.runtime.trial import Nature
+from ragtag.runtime.vitals import VitalsThread, sensor_of
 from ragtag.runtime.work import StepWork
 
 log = logging.getLogger("ragtag")
@@ -83,6 +85,8 @@ class Run:
     memory: MemoryLimit
     recorder: Recorder = field(default_factory=NoRecorder)
     """Who is told what belongs into the event log."""
+    contention: Contention = field(default_factory=Contention)
+    vitals: VitalsThread = field(init=False)
     boundary: Boundary = field(default_factory=Boundary)
     """What is done between two steps."""
     history: History | None = None
@@ -130,6 +134,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self._prefetched_for = (self.plan, self.absent)
+        device, memory = self.device, self.memory
+        self.vitals = VitalsThread(lambda: sensor_of(device, memory), self.contention.look_around)
 
     @property
     def loss_factor(self) -> float:
@@ -350,10 +356,12 @@ class Run:
             warnings.warn(message, UserWarning, stacklevel=4)
 
     def close(self) -> None:
-        """Take hooks off the model and end loader workers."""
+        """Take hooks off the model, end loader workers and what watches this rank."""
         if self._gradients is not None:
             self._gradients.close()
         self.loader.close()
+        self.vitals.close()
+        self.contention.close()
 
 
 @lru_cache(maxsize=4)

@@ -166,7 +166,9 @@ class Settling:
         self.plan_id, self.loss_factor = run.plan_id, run.loss_factor
         self.ledger: Ledger = run.ledger_of(number)
         self.losses = LossSums(run.nature.metric_names, run.device)
-        self.data_s = self._compute_s = self._exposed_s = 0.0
+        self.data_s = self.redo_s = self._compute_s = self._exposed_s = 0.0
+        self._host_s = self._link_host_s = self._link_s = 0.0
+        self._faults = 0
         self.lr = math.nan
         self.predicted_s = 0.0
         """See `StepReport`."""
@@ -317,6 +319,7 @@ class Settling:
         run, sums, ledger, rank = self.run, self.sums, self.ledger, self.run.group.rank
         began_s = time.perf_counter()
         if in_person:
+            run.contention.end_work()
             run.exposed.start()
         sums.wait()
         if in_person:
@@ -329,6 +332,8 @@ class Settling:
             self._exposed_s += run.exposed.take()
         else:
             self._exposed_s += time.perf_counter() - began_s
+        self._measure_surroundings(in_person=in_person)
+        vitals = run.vitals.latest
         ballot = Ballot(
             step=self.number,
             plan_hash=int(self.plan_id, 16),
@@ -351,11 +356,30 @@ class Settling:
             apply_s=run.apply_s,
             add_s=self._gradients.ring_cost.add_s if in_person else 0.0,
             send_s=self._gradients.ring_cost.send_s if in_person else 0.0,
+            redo_s=self.redo_s,
+            host_s=self._host_s,
+            link_host_s=self._link_host_s,
+            link_s=self._link_s,
+            faults=self._faults,
+            memory_bytes=vitals.memory_bytes,
+            peak_memory_bytes=vitals.peak_memory_bytes,
+            temperature_c=vitals.temperature_c,
+            clock_mhz=vitals.clock_mhz,
+            busy=vitals.busy,
             metrics=tuple(metrics),
             has_gradient=sums.has_gradient(),
         )
         self.ballots = [unpack(data, num_metrics=len(metrics)) for data in run.group.exchange(pack(ballot))]
         return tally(self.ballots, expected_hash=ledger.expected_hash)
+
+    def _measure_surroundings(self, *, in_person: bool) -> None:
+        run = self.run
+        if in_person:
+            host_s, link_host_s = run.contention.take()
+            self._host_s += host_s
+            self._link_host_s += link_host_s
+        self._link_s += run.group.take_link_s()
+        self._faults += run.contention.take_faults()
 
     def _share_out_lost(self, outcome: Outcome) -> tuple[Units, ...]:
         """Ask every rank what its sum holds, and give the rest to those who are here, by the same rule on all ranks."""

@@ -15,6 +15,7 @@ from ragtag.checkpoint.tree import flatten, unflatten
 from ragtag.comm.group import Group
 from ragtag.core.errors import CheckpointError
 from ragtag.runtime.names import named_parameters, plain_name
+from ragtag.runtime.out_of_memory import ran_out_of_memory
 from ragtag.runtime.run import Run
 
 SCHEMA = 1
@@ -102,6 +103,8 @@ def restore(run: Run, tree: Any, source: str) -> None:
             part = f"state[{name!r}]"
             item.load_state_dict(placed_like(item.state_dict(), tree["state"][name]))
     except Exception as error:
+        if ran_out_of_memory(error):
+            raise  # and whose memory it is, is said by whoever knows
         raise CheckpointError(
             f"{part} did not take its state from {source}: {type(error).__name__}: {error}. What came before it is "
             f"already loaded, so training cannot go on: start the script again."

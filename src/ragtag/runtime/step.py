@@ -17,9 +17,10 @@ from ragtag.core.errors import LossError, ModelError
 from ragtag.core.mixing import seed_for
 from ragtag.core.values import StepReport
 from ragtag.runtime.batches import to_device
+from ragtag.runtime.boundary import what_signals_ask
 from ragtag.runtime.device import copies_asynchronously
 from ragtag.runtime.loss import Loss, as_loss, require_gradient
-from ragtag.runtime.out_of_memory import OwnWork
+from ragtag.runtime.out_of_memory import OwnWork, memory_explained
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.random_watch import RandomWatch
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
@@ -27,6 +28,11 @@ from ragtag.runtime.run import Run
 from ragtag.runtime.settling import NoSums, Settling
 from ragtag.runtime.stand_in import Cover, StoodIn
 from ragtag.runtime.work import Units
+
+_LESS_STATE = (
+    "Take an optimizer that keeps less (SGD without momentum keeps nothing, with momentum half of what Adam keeps; "
+    "foreach=False needs less on the way), or start without this device."
+)
 
 
 def run_step(run: Run, number: int, cover: Cover) -> StepReport:
@@ -47,6 +53,7 @@ def run_step(run: Run, number: int, cover: Cover) -> StepReport:
         settling = Settling(run, number)
         cover.begin_step(number)
         run.prefetch(number)
+        run.vitals.start()
         try:
             with cover.covering(settling):
                 work = run.work_of(settling.ledger)
@@ -84,11 +91,21 @@ def resumed(run: Run, number: int) -> Settling:
 def compute(settling: Settling, work: Iterable[Units], cover: Cover) -> None:
     """Add micro-batches to this rank's sums, smaller ones where its memory does not hold them."""
     own, group = OwnWork(settling, work, cover), settling.run.group
+    settling.run.contention.begin_work()
+    failed_since_s = None
     for units in own:
+        began_s = time.perf_counter()
+        if failed_since_s is not None:
+            settling.redo_s += began_s - failed_since_s
+            failed_since_s = None
         if group.elastic:
             raise_failure(group)
         with own.surviving():
             _add_micro_batch(settling, units, own, cover)
+            continue
+        failed_since_s = began_s
+    if failed_since_s is not None:
+        settling.redo_s += time.perf_counter() - failed_since_s
 
 
 def _add_micro_batch(settling: Settling, units: Units, own: OwnWork, cover: Cover) -> None:
@@ -137,7 +154,8 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
         sums.begin()
     else:
         sums.install(factor * _clip_coefficient(grad_norm, run.clip_norm), outcome.has_gradient)
-        with run.pace.optimizer():
+        state = f"the state that {type(run.optimizer).__name__} keeps, or what its step {number} needs,"
+        with run.pace.optimizer(), memory_explained(run.group, run.device, state, _LESS_STATE), run.memory.update():
             run.optimizer.step()
         with run.pace.fixed():
             run.step_scheduler(outcome.loss_total / outcome.weight)
@@ -147,7 +165,8 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
     run.regroup_due = settling.regroups
     if run.in_hand is settling:
         run.in_hand = None
-    run.boundary.agree(save=outcome.save, stop=outcome.stop)
+    stop, leave = what_signals_ask([ballot.stop for ballot in ballots], elastic=run.group.elastic)
+    run.boundary.agree(save=outcome.save, stop=stop, leave=leave)
     if isinstance(run.group, ElasticGroup):
         run.applied_digest = settling.held_digest
         run.group.applied(run.num_applied, run.applied_digest)

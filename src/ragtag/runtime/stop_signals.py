@@ -11,7 +11,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -32,6 +32,8 @@ class Stopped(SystemExit):
 class StopSignals:
     """Hears SIGINT and SIGTERM from `install` to `close`. A second SIGINT ends the script at once.
 
+    SIGINT after a first SIGTERM is a first one too, where SIGTERM `is_for_one`: it asks for more.
+
     A handler that the script has set itself stays, and so does a signal that is ignored; that signal is not heard.
 
     Args:
@@ -39,6 +41,8 @@ class StopSignals:
         patience_s: seconds from a signal to the boundary that follows.
         given_up: called on another thread than the training thread's when none has followed; tells people and ranks.
         leave: ends the process with a status where the script does not; tidier than what follows.
+        numbers: which signals are heard.
+        is_for_one: SIGTERM asks this process alone to end, SIGINT all of them.
     """
 
     def __init__(
@@ -48,8 +52,11 @@ class StopSignals:
         given_up: Callable[[signal.Signals], None],
         *,
         leave: Callable[[int], object] = process_exit.leave_at_once,
+        numbers: Collection[int] = SIGNALS,
+        is_for_one: bool = False,
     ) -> None:
         self._boundary, self._patience_s, self._given_up, self._leave = boundary, patience_s, given_up, leave
+        self._numbers, self._is_for_one = numbers, is_for_one
         self._first = 0
         self._gives_up = self._reached = self._obeyed = False
         self._replaced: dict[int, Any] = {}
@@ -67,7 +74,7 @@ class StopSignals:
         _installed = self
         self._sender.setblocking(False)
         for number, usual in zip(SIGNALS, (signal.default_int_handler, signal.SIG_DFL)):
-            if signal.getsignal(number) is usual:
+            if number in self._numbers and signal.getsignal(number) is usual:
                 self._replaced[number] = signal.signal(number, self._handle)
         self._previous_wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         if self._previous_wakeup != -1:
@@ -103,12 +110,16 @@ class StopSignals:
             raise Stopped(128 + self._first)
         if self._previous_wakeup != -1:
             self._tell(number)
-        if not self._first:
+        if self._is_news(self._first, number):
             self._first = self._boundary.stop = number
         elif number == signal.SIGINT:
             self._obeyed = True
             self._give_back()
             raise KeyboardInterrupt
+
+    def _is_news(self, before: int, number: int) -> bool:
+        """Whether a signal asks for something that the one `before` (0: none) has not asked for."""
+        return not before or (self._is_for_one and before == signal.SIGTERM and number == signal.SIGINT)
 
     def _tell(self, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -134,7 +145,7 @@ class StopSignals:
             if not content or _CLOSED in content:
                 return
             for number in filter(self._replaced.__contains__, content):
-                if not heard:
+                if self._is_news(heard, number):
                     heard, end_s = number, time.monotonic() + self._patience_s
                     self._boundary.stop = number  # the training thread may be where its handler does not run
                 elif number == signal.SIGINT:

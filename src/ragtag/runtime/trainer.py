@@ -18,12 +18,14 @@ import torch
 from ragtag import __version__
 from ragtag.checkpoint.directory import History
 from ragtag.checkpoint.storage import split
-from ragtag.comm.elastic import ElasticGroup, Standing
+from ragtag.comm import process_exit
+from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.generation import connect_elastic
 from ragtag.comm.group import Group
 from ragtag.comm.judge import described
 from ragtag.comm.passing import GenerationEnded
 from ragtag.comm.rendezvous import connect
+from ragtag.comm.standing import Standing
 from ragtag.control.membership import Brought
 from ragtag.control.sharing import Start
 from ragtag.core.config import Config, micro_batches_from_environment, shares_from_environment
@@ -34,8 +36,10 @@ from ragtag.emulate.environment import from_environment
 from ragtag.runtime import checks, keeping, state
 from ragtag.runtime import regroup as regrouping
 from ragtag.runtime.evaluation import Evaluation, evaluate
+from ragtag.runtime.evaluation_pieces import EvaluationPieces
 from ragtag.runtime.loader import UnitLoader, check_dataset
 from ragtag.runtime.measure import measure, wanted_profile
+from ragtag.runtime.out_of_memory import memory_explained
 from ragtag.runtime.prepare import prepare
 from ragtag.runtime.recorder import recorder
 from ragtag.runtime.resuming import read_file
@@ -48,6 +52,7 @@ from ragtag.runtime.stop_signals import Stopped
 log = logging.getLogger("ragtag")
 T = TypeVar("T")
 
+_LESS_MEMORY = "Make the model or its samples smaller, end what else uses this device, or start without it."
 _KEPT_LOADERS = 4  # a script that makes a new dataset for each evaluation must not gather worker processes
 
 
@@ -96,11 +101,12 @@ class Trainer:
     ) -> None:
         self._script = ScriptPosition()
         self._eval_loaders: dict[int, tuple[Any, UnitLoader]] = {}
+        self._eval_pieces = EvaluationPieces()
         config = Config() if config is None else config
         patience_s = config.patience_s if isinstance(config, Config) else Config().patience_s
         emulator = from_environment(os.environ, int(os.environ.get("RANK", "0")))
         if os.environ.get("RAGTAG_HUB"):
-            self._group: Group = connect_elastic(patience_s, __version__)
+            self._group: Group = connect_elastic(patience_s, __version__, links=emulator)
         elif emulator:
             self._group = connect(patience_s, wrap=emulator.limit_transport, delay_s=emulator.message_delay_s)
         else:
@@ -321,6 +327,8 @@ class Trainer:
                     precision=run.device_precision,
                     seed=run.seed,
                     name=f"evaluation after step {run.committed}",
+                    memory=run.memory,
+                    pieces=self._eval_pieces,
                 )
                 return json.dumps(evaluation.to_state())
 
@@ -424,7 +432,8 @@ class Trainer:
         self._run.close()
         for _, loader in self._eval_loaders.values():
             loader.close()
-        self._group.close()
+        if not self._group.close():
+            process_exit.expect_stuck_thread()
 
     def __enter__(self) -> "Trainer":
         """Use as a context manager to close at its end."""
@@ -436,12 +445,15 @@ class Trainer:
             self._run.recorder.ended(self._run.committed, described(error))
         if error is not None and not isinstance(error, Stopped):
             self._group.announce_failure(error, "the script's own code")
+            process_exit.closing_with_error(self._group)
         self.close()
 
     @contextmanager
     def _failure_reaches_all(self, doing: str) -> Iterator[None]:
         try:
-            yield
+            device = self._run.device if hasattr(self, "_run") else None
+            with memory_explained(self._group, device, f"what {doing} needs", _LESS_MEMORY):
+                yield
         except BaseException as error:
             if isinstance(error, Stopped):
                 pass  # all ranks end by themselves

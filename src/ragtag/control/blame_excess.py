@@ -1,0 +1,152 @@
+"""How far one number of one rank lies beyond what is expected of it, and whether that is more than luck.
+
+The one idea: several steps, not single ones. Two far beyond the noise are as telling as eight a little beyond it (as in
+the rules for control charts; Western Electric, "Statistical Quality Control Handbook", 1956), and one odd step, however
+long, tells nothing.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from ragtag.control.robust import median
+
+WINDOW = 10
+"""Steps within which something is found, or is not."""
+_RULES = ((2, 4.0), (3, 3.2), (5, 2.5), (8, 2.0))
+"""(newest steps, standard deviations that they are beyond what is expected on average): five times or more what luck
+makes of an average."""
+_COUNTED = 4.5
+"""Most standard deviations that one step counts for."""
+_OFTEN, _FAR = 3, 8.0
+"""Steps of the window, in a row or not, that are so many standard deviations beyond it."""
+_LASTING, _MOST, _EACH = 6, 5, 4.0
+"""Of so many newest steps, so many are so many standard deviations beyond it: for numbers that come in bursts, such as
+what other programs do to a machine."""
+_AT_ONCE, _HUGE = 3, 16.0
+"""Of those too, so many newest steps in a row that are so many standard deviations beyond it."""
+_LATELY = 3
+_JUMPS = 48
+_LOOKS_EVERY = 4
+"""Steps between looks at medians, which take longer than all the rest."""
+_PAST = 32
+_ENOUGH, _ASSUMED = 8, 3
+_KNOWN = 6
+"""Steps of a rank's own past from which its usual value is known."""
+
+
+class Excess:
+    """One number of one rank, step by step; not negative.
+
+    Args:
+        relative: noise grows with the number, as that of computing times; else it does not, as that of waiting times.
+        bursts: it comes in bursts, so that only what lasts tells something.
+    """
+
+    __slots__ = ("_before", "_count", "_past", "_relative", "_waiting", "beyond", "bursts", "jump", "jumps", "usual")
+
+    def __init__(self, *, relative: bool = False, bursts: bool = False) -> None:
+        self._relative, self.bursts = relative, bursts
+        self.jumps: deque[float] = deque(maxlen=_JUMPS)
+        """Differences between neighbouring steps (relative ones, where noise is), without sign."""
+        self._past: deque[float] = deque(maxlen=_PAST)
+        self._waiting: deque[float] = deque()
+        self._before: float | None = None
+        self._count = 0
+        self.jump = 0.0
+        """Their median."""
+        self.usual: float | None = None
+        """Median of this rank's own past, which ends some steps ago; None: it is too short."""
+        self.beyond: deque[float] = deque(maxlen=WINDOW)
+        """By how many standard deviations it was beyond what was expected, in the newest steps; newest last."""
+
+    def follow(self, value: float, beyond: float) -> None:
+        """Take in the newest value, and by how many standard deviations it is beyond what is expected."""
+        self.beyond.append(beyond)
+        before, self._before = self._before, value
+        if before is not None:
+            jump = abs(value - before)
+            if self._relative and jump:
+                jump *= 2 / (value + before)
+            self.jumps.append(jump)
+            self._count += 1
+            if self._count <= _ENOUGH or self._count % _LOOKS_EVERY == 0:
+                self.jump = median(self.jumps)
+
+    def remember(self, value: float) -> None:
+        """Count `value` as usual, once it is some steps old and nothing was found meanwhile."""
+        self._waiting.append(value)
+        if len(self._waiting) >= WINDOW:
+            self._past.append(self._waiting.popleft())
+            if len(self._past) == _KNOWN or (len(self._past) > _KNOWN and self._count % _LOOKS_EVERY == 0):
+                self.usual = median(self._past)
+
+    def doubt(self) -> None:
+        """Something was found: the newest values are not usual."""
+        self._waiting.clear()
+
+    def skip(self) -> None:
+        """There is no value in this step."""
+        self._before = None
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the newest steps cannot be luck."""
+        if self.bursts:
+            newest = list(self.beyond)
+            if sum([beyond > _EACH for beyond in newest[-_LASTING:]]) >= _MOST:
+                return True
+            return len(newest) >= _AT_ONCE and min(newest[-_AT_ONCE:]) > _HUGE
+        newest = [min(beyond, _COUNTED) for beyond in self.beyond]
+        if any(len(newest) >= steps and sum(newest[-steps:]) > steps * least for steps, least in _RULES):
+            return True
+        return sum([beyond > _FAR for beyond in self.beyond]) >= _OFTEN
+
+    @property
+    def lately(self) -> float:
+        """By how many standard deviations the newest steps were beyond what was expected, on average."""
+        newest = list(self.beyond)[-_LATELY:]
+        return sum(newest) / len(newest) if newest else 0.0
+
+    @property
+    def run(self) -> int:
+        """How many of the newest steps in a row are beyond what is expected by a standard deviation."""
+        count = 0
+        for beyond in reversed(self.beyond):
+            if beyond <= 1.0:
+                break
+            count += 1
+        return count
+
+
+def noise_of(numbers: Sequence[Excess], least: float, unseen: float) -> float:
+    """Return the standard deviation of one step of the noisiest of `numbers`, one a rank, at least `least`; of those
+    that come in bursts, of the usual one, since bursts are what is looked for.
+
+    While little was seen of the others, some differences between steps of `unseen` are assumed.
+    """
+    if numbers[0].bursts:
+        jump = sorted([each.jump for each in numbers])[(len(numbers) - 1) // 2]
+    elif any(len(each.jumps) < _ENOUGH for each in numbers):
+        jump = median([*(jump for each in numbers for jump in each.jumps), *[unseen] * _ASSUMED])
+    else:
+        jump = max([each.jump for each in numbers])
+    # 1.4826 turns a median of absolute normal values into a standard deviation, sqrt(2) that of a difference.
+    return max(1.4826 / 1.4142 * jump, least)
+
+
+def of_others(values: Sequence[float | None]) -> list[float | None]:
+    """Return for each of `values` the lower median of the others that are known; None: there are none.
+
+    The lower one: of two others, one may be slow as well, and the other is what to expect.
+    """
+    known = sorted([value for value in values if value is not None])
+    result: list[float | None] = []
+    for value in values:
+        count = len(known) - (value is not None)
+        if count == 0:
+            result.append(None)
+            continue
+        middle = (count - 1) // 2
+        own_is_below = value is not None and value <= known[middle]
+        result.append(known[middle + own_is_below])
+    return result
