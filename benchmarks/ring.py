@@ -83,7 +83,8 @@ def run_rank(options: argparse.Namespace) -> None:
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
     from ragtag.comm.gloo import GlooTransport
-    from ragtag.comm.ring import SEGMENT_BYTES, Ring, chunk_sizes, mesh_exchange
+    from ragtag.comm.ring import SEGMENT_BYTES, Ring, mesh_exchange
+    from ragtag.core.chunks import chunk_sizes
 
     torch.set_num_threads(1)
     rank, world_size = options.rank, options.ranks

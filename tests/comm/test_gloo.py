@@ -16,8 +16,9 @@ import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, ReduceScatterOptions, TCPStore
 
 from ragtag.comm.gloo import GlooTransport
-from ragtag.comm.ring import Ring, Wire, chunk_sizes, mesh_exchange
+from ragtag.comm.ring import Ring, Wire, mesh_exchange
 from ragtag.comm.transport import TransportError
+from ragtag.core.chunks import chunk_sizes
 from ragtag.core.errors import LaunchError
 from tests.comm.test_ring import folded, on_threads, same_bits, successes
 

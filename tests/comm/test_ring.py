@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragtag.comm.ring import Ring, RingTime, chunk_sizes, mesh_exchange, schedule
+from ragtag.comm.ring import Ring, RingTime, mesh_exchange, schedule
 from ragtag.comm.transport import LocalTransport, TransportError
+from ragtag.core.chunks import chunk_sizes
 from ragtag.core.errors import SettingError
 
 torch.set_num_threads(1)

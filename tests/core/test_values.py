@@ -77,13 +77,15 @@ def test_plan_ids_are_equal_exactly_when_plans_are(one, other):
 
 
 def test_plan_id_is_pinned_and_depends_on_every_field():
-    assert PLAN.id == "f113152f174f"
+    assert PLAN.id == "9464fff8168c"
     changes = {
         "shares": (8, 4, 4),
         "micro_batch": (4, 5, 3),
         "unit": 2,
         "chunk_weights": (1, 1, 2),
         "reason": "measured",
+        "layout": "zero3",
+        "slices": (5, 3, 1),
         "pulled": (2, 1, 1),
         "epoch": 1,
     }

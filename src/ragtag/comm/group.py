@@ -91,6 +91,25 @@ class Group(Protocol):
         """
         ...
 
+    def reduce_scatter(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        wire: Wire | None = None,
+        ready: Callable[[], None] | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> Work:
+        """Queue the sum of `flat` (contiguous, 1-D) over ranks, of which each rank gets its own chunk, in place; the
+        other chunks hold leftovers. `sizes` are the chunks' elements by rank; `ready` runs first and `done` last on the
+        channel's thread.
+        """
+        ...
+
+    def all_gather(self, flat: torch.Tensor, sizes: Sequence[int]) -> Work:
+        """Queue the filling of every chunk of `flat` (contiguous, 1-D) with what its owner has there."""
+        ...
+
     def exchange(self, payload: bytes, doing: str = "exchanging votes") -> tuple[bytes, ...]:
         """Return every rank's payload, by rank; the same length everywhere."""
         ...
@@ -190,6 +209,28 @@ class SoloGroup:
         work = Work("data", self._num_works)
         work.run(ready or (lambda: None))
         return work
+
+    def reduce_scatter(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        wire: Wire | None = None,
+        ready: Callable[[], None] | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> Work:
+        """Run `ready` and `done` now; the sum over one rank is the tensor itself."""
+
+        def job() -> None:
+            for each in (ready, done):
+                if each is not None:
+                    each()
+
+        return self.all_reduce(flat, ready=job)
+
+    def all_gather(self, flat: torch.Tensor, sizes: Sequence[int]) -> Work:
+        """Do nothing: all of it is here."""
+        return self.all_reduce(flat)
 
     def exchange(self, payload: bytes, doing: str = "exchanging votes") -> tuple[bytes, ...]:
         """Return the payload."""

@@ -94,6 +94,22 @@ class PassingGroup:
         """Queue the sum of `flat` over ranks, in place."""
         return self._group.all_reduce(flat, weights=weights, wire=wire, ready=ready)
 
+    def reduce_scatter(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        wire: Wire | None = None,
+        ready: Callable[[], None] | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> Work:
+        """Queue the sum of `flat` over ranks, of which each rank gets its own chunk."""
+        return self._group.reduce_scatter(flat, sizes, wire=wire, ready=ready, done=done)
+
+    def all_gather(self, flat: torch.Tensor, sizes: Sequence[int]) -> Work:
+        """Queue the filling of every chunk of `flat` with what its owner has there."""
+        return self._group.all_gather(flat, sizes)
+
     def exchange(self, payload: bytes, doing: str = "exchanging votes") -> tuple[bytes, ...]:
         """Return every rank's payload, by rank."""
         with self._translating():

@@ -28,24 +28,6 @@ _RECEIVES_AHEAD = 4
 _HALF_TAGS = TAG_LIMIT // 2
 
 
-def chunk_sizes(total: int, weights: Sequence[int]) -> list[int]:
-    """Split `total` elements in proportion to integer `weights`, by largest remainder, ties to the lowest rank.
-
-    Sums to `total`; differs from the exact share by less than one; a weight of 0 gives 0 elements.
-
-    Raises:
-        SettingError: a weight is negative, or all are 0.
-    """
-    weight_sum = sum(weights)
-    if min(weights, default=0) < 0 or weight_sum == 0:
-        raise SettingError(f"chunk weights must be 0 or more and not all 0, got {list(weights)}.")
-    sizes = [total * weight // weight_sum for weight in weights]
-    by_remainder = sorted(range(len(weights)), key=lambda rank: (-(total * weights[rank] % weight_sum), rank))
-    for rank in by_remainder[: total - sum(sizes)]:
-        sizes[rank] += 1
-    return sizes
-
-
 class Event(NamedTuple):
     """What one rank does with one segment flat[start:stop]: receive it, add or store it, send it on."""
 
@@ -137,14 +119,14 @@ class Ring:
         self._segment_bytes = segment_bytes
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def reduce_scatter(self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None = None) -> None:
+    def reduce_scatter(self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None = None) -> RingTime:
         """Leave the sum in this rank's own chunk (never rounded to the wire); the other chunks hold leftovers."""
-        self._reduce(flat, chunks, tag, wire, 0, self._transport.world_size - 1)
+        return self._reduce(flat, chunks, tag, wire, 0, self._transport.world_size - 1)
 
-    def all_gather(self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None = None) -> None:
+    def all_gather(self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None = None) -> RingTime:
         """Fill every chunk with its owner's values; a bf16 wire rounds the owner's too."""
         world_size = self._transport.world_size
-        self._reduce(flat, chunks, tag, wire, world_size - 1, 2 * world_size - 2)
+        return self._reduce(flat, chunks, tag, wire, world_size - 1, 2 * world_size - 2)
 
     def all_reduce(self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None = None) -> RingTime:
         """Leave the sum everywhere: both of the above, segment by segment in one pass. Returns what it cost."""

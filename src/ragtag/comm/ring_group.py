@@ -21,11 +21,12 @@ from ragtag.comm.device_sum import DeviceSum, MakeDeviceSum, Recorded
 from ragtag.comm.frame import PAYLOAD_LIMIT_BYTES
 from ragtag.comm.judge import Notice, Peers, Wait, described, different_calls, error_from, grace_s, judge
 from ragtag.comm.link_times import LinkTimes, boot_id
-from ragtag.comm.ring import SEGMENT_BYTES, Ring, RingTime, Wire, chunk_sizes
+from ragtag.comm.ring import SEGMENT_BYTES, Ring, RingTime, Wire
 from ragtag.comm.socket_mesh import Delay, SocketMesh
 from ragtag.comm.transport import Transport, TransportError
 from ragtag.comm.watch_peers import PeerWatch
 from ragtag.comm.work import Channel, Work
+from ragtag.core.chunks import chunk_sizes
 from ragtag.core.errors import DisagreementError, PeerError, RagtagError
 
 _FAREWELL_S = 2.0
@@ -137,6 +138,39 @@ class RingGroup:
             if ready is not None:
                 ready()
             return self._ring.all_reduce(flat, chunks, number, wire)
+
+        return self._data.submit(job)
+
+    def reduce_scatter(
+        self,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        wire: Wire | None = None,
+        ready: Callable[[], None] | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> Work:
+        """Queue the sum of `flat` over ranks, of which each rank gets its own chunk, in place."""
+        handed_over, number = Recorded(flat), self._data.num_submitted + 1
+
+        def job() -> RingTime:
+            handed_over.wait()
+            if ready is not None:
+                ready()
+            spent = self._ring.reduce_scatter(flat, sizes, number, wire)
+            if done is not None:
+                done()
+            return spent
+
+        return self._data.submit(job)
+
+    def all_gather(self, flat: torch.Tensor, sizes: Sequence[int]) -> Work:
+        """Queue the filling of every chunk of `flat` with what its owner has there."""
+        handed_over, number = Recorded(flat), self._data.num_submitted + 1
+
+        def job() -> RingTime:
+            handed_over.wait()
+            return self._ring.all_gather(flat, sizes, number)
 
         return self._data.submit(job)
 

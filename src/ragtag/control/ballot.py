@@ -166,8 +166,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: tuple[float, ...]
 
 
-def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
+def tally(ballots: Sequence[Ballot], *, expected_hash: int, sliced: bool = False, in_rounds: bool = False) -> Outcome:
     """Read everybody's ballots, in rank order.
+
+    Where the reduced gradient is `sliced`, each rank votes with the norm of its own slice. Where all compute in rounds,
+    what one rank has not added spoils everybody's sum.
 
     Communication is what even the last rank to finish its own work still had to wait; anything beyond that is waiting
     for slower ranks.
@@ -189,15 +192,17 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
     held = sum(ballot.contents_hash for ballot in ballots) % 2**32
     absent = frozenset(rank for rank, ballot in enumerate(ballots) if ballot.absent)
     unable = frozenset(rank for rank, ballot in enumerate(ballots) if ballot.fits == 0)
-    if held != expected_hash and not absent and not unable:
+    spoilt = any(ballot.spoilt for ballot in ballots)
+    if held != expected_hash and not absent and not unable and not (in_rounds and spoilt):
         raise _for_all(
             f"the gradient sums of step {first.step} do not hold every sample exactly once "
             f"(contents {held:#010x}, expected {expected_hash:#010x}); the step was not applied."
         )
     weight = _sum(ballot.weight for ballot in ballots)
     loss_total = _sum(ballot.loss_total for ballot in ballots)
-    finite = math.isfinite(first.norm) and math.isfinite(loss_total) and math.isfinite(weight)
-    if finite:
+    norm = math.sqrt(_sum(ballot.norm**2 for ballot in ballots)) if sliced else first.norm
+    finite = math.isfinite(norm) and math.isfinite(loss_total) and math.isfinite(weight)
+    if finite and not sliced:
         for rank, ballot in enumerate(ballots):
             if not abs(ballot.norm - first.norm) <= 1e-3 * max(abs(first.norm), 1e-30):
                 raise _for_all(
@@ -211,7 +216,7 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
         bits |= int.from_bytes(ballot.has_gradient, "little")
     return Outcome(
         reduce_again=any(ballot.launched_too_early for ballot in ballots),
-        spoilt=any(ballot.spoilt for ballot in ballots),
+        spoilt=spoilt,
         incomplete=held != expected_hash,
         absent=absent,
         unable=unable,
@@ -221,7 +226,7 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int) -> Outcome:
         weight=weight,
         loss_total=loss_total,
         metrics=tuple(_sum(values) for values in zip(*(ballot.metrics for ballot in ballots))),
-        norm=first.norm,
+        norm=norm,
         has_gradient=bits.to_bytes(len(first.has_gradient), "little"),
         compute_s=tuple(ballot.compute_s for ballot in ballots),
         comm_s=comm_s,

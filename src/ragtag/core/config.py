@@ -71,6 +71,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     wire: Annotated[Literal["fp32", "bf16"], Meta(description="'fp32' or 'bf16'")] = "fp32"
     """What gradients travel as: "bf16" halves the bytes and rounds the sums, equally on every rank."""
 
+    layout: Annotated[
+        Literal["auto", "replicated", "zero1", "zero2", "zero3"],
+        Meta(description="'auto', 'replicated', 'zero1', 'zero2' or 'zero3'"),
+    ] = "auto"
+    """What of the model's state is cut into slices, one a rank: nothing, optimizer state, gradients too, or parameters
+    too; "auto": the first of these that fits every device's memory."""
+
+    slices: Annotated[tuple[int, ...], Meta(description="whole numbers by rank, or None")] | None = None
+    """Relative sizes of these slices by rank, 0 allowed; None: in proportion to free memory."""
+
     reduce: Annotated[Literal["host", "nccl"], Meta(description="'host' or 'nccl'")] = "host"
     """Where gradients are summed: "host" in host memory, by the ring, for any mix of devices; "nccl" (experimental,
     never run by its authors) on NVIDIA GPUs, on every rank, in the gradients' own precision."""
@@ -242,6 +252,9 @@ def _parse(text: str, kind: Any) -> Any:
     if value is None:
         return None
     kinds = _plain_types(kind)
+    if tuple in kinds:
+        words = [word.strip() for word in text.split(",")]
+        return [int(word) for word in words] if all(word.isdigit() for word in words) else text
     if bool in kinds:
         return True if text.lower() in _TRUE else False if text.lower() in _FALSE else text
     for number in (int, float):
@@ -264,6 +277,8 @@ def _plain_types(kind: Any) -> set[Any]:
         return _plain_types(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return {str}
+    if get_origin(kind) is tuple:
+        return {tuple}
     parts = get_args(kind)
     return set().union(*(_plain_types(part) for part in parts)) if parts else {kind}
 

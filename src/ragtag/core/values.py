@@ -7,7 +7,7 @@ plans by twelve characters and a damaged or foreign document is refused by name 
 import math
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -21,6 +21,10 @@ V = TypeVar("V", bound=msgspec.Struct)
 
 class DocumentError(RagtagError, ValueError):
     """A JSON document is damaged, of another kind, or written by another version of ragtag."""
+
+
+Layout: TypeAlias = Literal["replicated", "zero1", "zero2", "zero3"]
+"""Nothing, optimizer state, gradients too, or parameters too (Rajbhandari et al. 2020, "ZeRO")."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +49,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Relative size of the part of the gradient that each rank owns while it is being added up."""
     reason: str
     """One line that says why this plan was chosen."""
+    layout: Layout = "replicated"
+    """Which of the model's state is cut into slices, one a rank."""
+    slices: tuple[int, ...] = ()
+    """Relative sizes of these slices; empty: nothing is cut."""
     pulled: tuple[int, ...] = ()
     """How many of its last units of a full batch each rank lets others pull; empty: none."""
     epoch: int = 0

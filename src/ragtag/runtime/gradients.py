@@ -8,7 +8,6 @@ always be done again.
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from time import perf_counter, process_time, thread_time
 
 import torch
@@ -81,9 +80,9 @@ class GradientSums:
         self.names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._bucket_bytes = bucket_bytes
-        self._make_buckets()
         self._wide = [_needs_fp32_sum(parameter) for parameter in self._parameters]
         self._own: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._make_buckets()
         # How often each parameter's gradient arrives in one backward, learned from the first one. Re-entrant
         # checkpointing makes a shared parameter arrive more than once; one that never arrives must not hold its
         # bucket back.
@@ -98,7 +97,7 @@ class GradientSums:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A hash of what is summed: names, shapes and types of the parameters, in their order."""
         parts = [(name, tuple(p.shape), str(p.dtype)) for name, p in zip(self.names, self._parameters)]
@@ -148,6 +147,15 @@ class GradientSums:
         self.launched_too_early = False
         for bucket in self.buckets:
             bucket.work = None
+
+    def begin_forward(self) -> None:
+        """Nothing: parameters are whole."""
+
+    def end_backward(self) -> None:
+        """Nothing: the last one has launched what it could."""
+
+    def idle_until(self, num_rounds: int) -> None:
+        """Nothing: no other rank waits for this one before the step's end."""
 
     def begin_backward(self, *, last: bool) -> None:
         """Announce the next backward; during the last one of a step, complete buckets are launched as they fill."""
@@ -210,10 +218,12 @@ class GradientSums:
             if sources:
                 torch._foreach_copy_(targets, sources)
         bucket.mirror.send()
-        wire = self._wire_of(bucket)
-        weights = self._chunk_weights()
-        bucket.work = self._group.all_reduce(bucket.mirror.host, weights=weights, wire=wire, ready=bucket.mirror.ready)
+        bucket.work = self._start(bucket, bucket.mirror.host, bucket.mirror.ready)
         self._next += 1  # not before: whatever failed until here has launched nothing
+
+    def _start(self, bucket: Bucket, flat: torch.Tensor, ready: Callable[[], None] | None) -> Work:
+        """Start summing `flat`, in place of the bucket's own content, over ranks."""
+        return self._group.all_reduce(flat, weights=self._chunk_weights(), wire=self._wire_of(bucket), ready=ready)
 
     def _wire_of(self, bucket: Bucket) -> Wire | None:
         return self._wire if bucket.flat.dtype == torch.float32 else None  # fp64 is not asked for to be rounded
@@ -254,11 +264,7 @@ class GradientSums:
 
     def launch_flats(self, flats: Sequence[torch.Tensor]) -> list[Work]:
         """Start reducing `flats` in place of the buckets, in their order."""
-        weights = self._chunk_weights()
-        return [
-            self._group.all_reduce(flat, weights=weights, wire=self._wire_of(bucket))
-            for flat, bucket in zip(flats, self.buckets)
-        ]
+        return [self._start(bucket, flat, None) for flat, bucket in zip(flats, self.buckets)]
 
     def accept(self, flats: Sequence[torch.Tensor]) -> None:
         """Take the reduced `flats` for the buckets' sums."""
@@ -284,13 +290,18 @@ class GradientSums:
 
     def norm(self) -> torch.Tensor:
         """2-norm of the reduced sum over all buckets, a scalar on the device (fp64 where it has that)."""
-        norms = [torch.linalg.vector_norm(bucket.flat) for bucket in self.buckets if bucket.flat.numel()]
+        parts = [self._held(bucket) for bucket in self.buckets]
+        norms = [torch.linalg.vector_norm(part) for part in parts if part.numel()]
         if not norms:
             return torch.zeros(())
         if len(norms) == 1:
             return norms[0]
         wide = torch.float32 if norms[0].device.type == "mps" else torch.float64
         return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, wide) for norm in norms]))
+
+    def _held(self, bucket: Bucket) -> torch.Tensor:
+        """What this rank has of a bucket's reduced sum."""
+        return bucket.flat
 
     def install(self, factor: float, has_gradient: bytes) -> None:
         """Give every parameter used anywhere `factor` x the reduced sum as its `grad`; None to the others."""

@@ -291,11 +291,11 @@ def _model_facts(run: Run) -> ModelFacts:
         run_hash=_short(repr([repr(run.model), _sample_shapes(run), run.precision])),
         parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        gradient_bytes=sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in run.gradients().buckets),
+        gradient_bytes=sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in run.replica_sums().buckets),
         optimizer_bytes=0,  # known once it has stepped
         bucket_bytes=tuple(
             bucket.flat.numel() * (2 if half and bucket.flat.dtype == torch.float32 else bucket.flat.element_size())
-            for bucket in run.gradients().buckets
+            for bucket in run.replica_sums().buckets
         ),
         separable=run.nature.separable and not run.by_unit,
         unit=run.plan.unit,

@@ -6,9 +6,9 @@ The one idea: what everybody sees in the votes decides; only after that, on a sl
 from ragtag.control.ballot import Outcome
 from ragtag.core.errors import NonFiniteError
 from ragtag.core.ledger import Ledger
-from ragtag.runtime.gradients import GradientSums
 from ragtag.runtime.loss_sums import LossSums
 from ragtag.runtime.run import Run
+from ragtag.runtime.step_sums import StepSums
 
 NON_FINITE_LIMIT = 10
 """Steps in a row that may be skipped for non-finite values before the run ends, fp16 back-off aside."""
@@ -40,7 +40,7 @@ def reason_to_skip(run: Run, step: int, outcome: Outcome, found: tuple[str, int]
 
 
 def find_non_finite(
-    run: Run, step: int, ledger: Ledger, losses: LossSums, gradients: GradientSums | None
+    run: Run, step: int, ledger: Ledger, losses: LossSums, gradients: StepSums | None
 ) -> tuple[str, int]:
     """Ask all ranks whose loss or gradient it was (slow path): a text that names rank and samples, and the rank.
 

@@ -91,7 +91,10 @@ class OwnWork:
         run.group.note(settling.number, "making room after running out of memory")
         left = [*in_hand, *chain.from_iterable(self._pieces)]
         self._pieces.clear()
-        if settling.adding:
+        everybodys = run.in_rounds
+        if everybodys:
+            drop_own_sum(settling, run.group.rank)
+        elif settling.adding:
             left += ledger.contents(run.group.rank)
             drop_own_sum(settling, run.group.rank)
         release_memory(run.device)
@@ -99,6 +102,7 @@ class OwnWork:
         settling.fits = smaller(tried, unit=ledger.unit, by_unit=run.by_unit)
         settling.failure = f"{samples(tried)} in one forward: {failure}"
         then = f"trying {settling.fits}" if settling.fits else "others are to do the rest"
+        then = f"all ranks do the step again, {then}" if everybodys else then
         log.warning(
             "step %d: rank %d (%s) ran out of memory with %s; %s",
             settling.number,
@@ -107,6 +111,8 @@ class OwnWork:
             settling.failure,
             then,
         )
+        if everybodys:
+            return False  # all ranks do all of the step again
         if settling.fits:
             self._pieces.extend(self._cut(sorted(left)))
         return bool(settling.fits)

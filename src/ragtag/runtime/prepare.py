@@ -4,7 +4,7 @@ Every rank goes through the same steps in the same order, so an error is the sam
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ragtag.control.controller import Controller
 from ragtag.control.proposal import Limits
 from ragtag.control.sharing import Start, choose_unit, initial_plan
 from ragtag.core.config import Config
-from ragtag.core.errors import DataError, DisagreementError, RagtagError
+from ragtag.core.errors import DataError, DisagreementError
 from ragtag.core.sampler import Sampler
 from ragtag.emulate.environment import Emulator
 from ragtag.emulate.memory import MemoryLimit, NoMemoryLimit
@@ -29,13 +29,18 @@ from ragtag.runtime import state as run_state
 from ragtag.runtime.agree import compare, fingerprint
 from ragtag.runtime.buffers import UnitBuffers
 from ragtag.runtime.device import Stopwatch, choose_device, device_kind, make_current
+from ragtag.runtime.find_nature import find_nature
 from ragtag.runtime.loader import UnitLoader, check_dataset, loader_settings
 from ragtag.runtime.loader_worker import read_samples
-from ragtag.runtime.out_of_memory import memory_explained, ran_out_of_memory, release_memory
 from ragtag.runtime.precision import LossScale, check_precision, supported_precision
 from ragtag.runtime.randomness import preserved_random_state
 from ragtag.runtime.run import Run
-from ragtag.runtime.trial import CANDIDATES, Nature, choose_samples, try_loss
+from ragtag.runtime.trial import CANDIDATES, Nature, choose_samples
+from ragtag.runtime.zero.choosing import choose_layout
+from ragtag.runtime.zero.elementwise import check_elementwise
+from ragtag.runtime.zero.schedule import Noted
+from ragtag.runtime.zero.sharding import Sharding
+from ragtag.runtime.zero.trying import agree_on_schedule
 
 log = logging.getLogger("ragtag")
 
@@ -125,13 +130,33 @@ def prepare(
         log.warning("rank %d: %s", group.rank, precision_reason)
     collate = settings.collate_fn or default_collate
     memory: MemoryLimit = emulator.memory if emulator else NoMemoryLimit()
+    layout = choose_layout(model, optimizer, group, config, memory, device)
+    sharding = None
+    if layout.name != "replicated":
+        check_elementwise(optimizer, layout.name)
+        sharding = Sharding(
+            model, optimizer, group, layout=layout.name, weights=layout.weights, device=device, config=config
+        )
     memory.attach(model, optimizer)
+    noted: list[Noted] = []
     if newcomer:
         nature = msgspec.convert(group.gather("nature", None)[0], Nature)
     else:
-        nature = _find_nature(
-            model, loss_fn, dataset, collate, sampler, device, own_precision, state, config, group, memory
+        nature, noted = find_nature(
+            model,
+            loss_fn,
+            lambda: _first_samples(dataset, sampler, config),
+            collate,
+            device=device,
+            precision=own_precision,
+            objects=state,
+            config=config,
+            group=group,
+            memory=memory,
+            rounds=None if sharding is None else sharding.rounds,
         )
+    if sharding is not None and sharding.rounds is not None:
+        agree_on_schedule(sharding.rounds, noted, group, gathers=sharding.gathers)
     unit, unit_reason = _unit(nature, config, sampler)
     by_unit = config.unit is not None or not nature.separable
     start = Start() if newcomer else _start_of_all(start, group)
@@ -144,6 +169,9 @@ def prepare(
         separable_reason=unit_reason,
         start=start,
     )
+    plan = msgspec.structs.replace(plan, layout=layout.name, slices=layout.weights)
+    if layout.reason:
+        plan = msgspec.structs.replace(plan, reason=f"{plan.reason}; {layout.reason}")
     if group.rank == 0:
         log.info("%d rank(s), plan %s: %s", group.world_size, plan.id, plan.reason)
     kinds = tuple(group.gather("device kind", device_kind(device))) if not newcomer else ()
@@ -183,6 +211,7 @@ def prepare(
         stopwatch=Stopwatch(device),
         exposed=Stopwatch(device),
         controller=controller,
+        sharding=sharding,
         pace=pace,
         memory=memory,
     )
@@ -232,79 +261,11 @@ def _take_rank_0_values(
             item.load_state_dict(run_state.placed_like(item.state_dict(), tree["state"][name]))
 
 
-def _find_nature(
-    model: torch.nn.Module,
-    loss_fn: Any,
-    dataset: Any,
-    collate: Any,
-    sampler: Sampler,
-    device: torch.device,
-    precision: str,
-    objects: Mapping[str, Any],
-    config: Config,
-    group: Group,
-    memory: MemoryLimit,
-) -> Nature:
-    """Rank 0 tries the loss; everybody learns what it found."""
-    nature: Nature | None = None
-    if group.rank == 0:
-        group.note(0, "trying the loss on a few samples")
-        first = sampler.batch(1)
-        indices = sampler.indices(1, 0, min(CANDIDATES, first.size))
-        chosen = choose_samples([_sample(dataset, first.epoch, index, sampler.seed, config) for index in indices])
-
-        def attempt(samples: Sequence[Any]) -> Nature:
-            with memory.forward_backward():
-                return try_loss(
-                    model,
-                    loss_fn,
-                    samples,
-                    collate,
-                    device,
-                    by_unit=config.unit is not None,
-                    check_loss=config.check_loss,
-                    precision=precision,
-                    state_modules=tuple(objects.values()),
-                )
-
-        nature = _with_what_fits(attempt, chosen, device, group)
-    found = group.gather("nature", None if nature is None else msgspec.to_builtins(nature))[0]
-    return msgspec.convert(found, Nature)
-
-
-def _with_what_fits(
-    attempt: Callable[[Sequence[Any]], Nature], samples: Sequence[Any], device: torch.device, group: Group
-) -> Nature:
-    """What the trial finds with as many of the samples, the smallest first, as this rank's memory holds."""
-    refused: Exception | None = None
-    for count in sorted({len(samples), 2, 1}, reverse=True):
-        try:
-            return attempt(samples[:count])
-        except Exception as error:
-            if not isinstance(error, RagtagError) and ran_out_of_memory(error):
-                refused = error.with_traceback(None)  # with its frames goes what they hold in memory
-                refused.__context__ = None
-            elif refused is None or count > 1 or isinstance(error, RagtagError):
-                raise
-            # else one sample fits, but is no batch for this model
-        release_memory(device)
-        log.warning(
-            "rank %d (%s), %s, ran out of memory while trying the loss on %d sample(s) before step 1",
-            group.rank,
-            group.hosts[group.rank],
-            device,
-            count,
-        )
-    assert refused is not None
-    with memory_explained(group, device, "trying the loss on one sample, before step 1,", _ROOM_ON_RANK_0):
-        raise refused
-    raise AssertionError
-
-
-_ROOM_ON_RANK_0 = (
-    "Make samples shorter or the model smaller, use precision='bf16' or torch.utils.checkpoint, or give rank 0 (the "
-    "first worker of the machine that is started first) the device with the most memory."
-)
+def _first_samples(dataset: Any, sampler: Sampler, config: Config) -> list[Any]:
+    """Some of step 1, to try the loss on."""
+    first = sampler.batch(1)
+    indices = sampler.indices(1, 0, min(CANDIDATES, first.size))
+    return choose_samples([_sample(dataset, first.epoch, index, sampler.seed, config) for index in indices])
 
 
 def _sample(dataset: Any, epoch: int, index: int, seed: int, config: Config) -> Any:

@@ -64,7 +64,7 @@ class RunProbe:
         # Numbers before the first step: drift has not begun and stalls are not due, but luck is drawn anew each time.
         self._step -= 1
         run.pace.step(self._step)
-        sums = run.gradients()
+        sums = run.replica_sums()
         sums.begin()
         if self._arrivals is None:
             self._arrivals = Arrivals([[slot.parameter for slot in bucket.slots] for bucket in sums.buckets])
@@ -78,7 +78,7 @@ class RunProbe:
     def update(self) -> Update:
         """End a step after a small micro-batch; parameters are put back, optimizer state stays until `restored`."""
         run, least = self._run, self._least
-        sums, device = run.gradients(), run.device
+        sums, device = run.replica_sums(), run.device
         losses = LossSums(run.nature.metric_names, device)
         sums.begin()
         data = self._read(least)
@@ -185,7 +185,7 @@ class RunProbe:
 
     def _attempt(self, samples: int, recompute: bool, memory: MemoryLimit) -> None:
         """As in a step of several micro-batches, in which gradients of an earlier one are there already."""
-        self._run.gradients().begin()
+        self._run.replica_sums().begin()
         for size in (self._least, samples):
             self._compute(self._read(size), size, recompute, paced=False, memory=memory)
 
@@ -219,7 +219,7 @@ class RunProbe:
             run.buffers.end_forward(samples)
             if losses is not None:
                 losses.add(loss, (0,))
-            run.gradients().begin_backward(last=False)
+            run.replica_sums().begin_backward(last=False)
             if loss.total.requires_grad:
                 (loss.total * run.loss_factor).backward()
             del loss

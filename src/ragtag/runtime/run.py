@@ -40,9 +40,11 @@ from ragtag.runtime.names import named_buffers, named_parameters
 from ragtag.runtime.precision import LossScale
 from ragtag.runtime.recording import NoRecorder, Recorder
 from ragtag.runtime.replicas import check_replicas
+from ragtag.runtime.step_sums import StepSums
 from ragtag.runtime.trial import Nature
 from ragtag.runtime.vitals import VitalsThread, sensor_of
 from ragtag.runtime.work import StepWork
+from ragtag.runtime.zero.sharding import Sharding
 
 log = logging.getLogger("ragtag")
 
@@ -89,6 +91,8 @@ class Run:
     vitals: VitalsThread = field(init=False)
     boundary: Boundary = field(default_factory=Boundary)
     """What is done between two steps."""
+    sharding: Sharding | None = None
+    """What is cut into slices; None: every rank holds all of the model's state."""
     history: History | None = None
     """Under which names its checkpoints are kept; None: none are."""
     committed: int = 0
@@ -151,8 +155,15 @@ class Run:
         """Content hash of the plan."""
         return _id_of(self.plan)
 
-    def gradients(self) -> GradientSums:
-        """The gradient sums over what is trainable now; built again when the script froze or unfroze parameters."""
+    def gradients(self) -> StepSums:
+        """The gradient sums over what is trainable now."""
+        if self.sharding is None:
+            return self.replica_sums()
+        self.sharding.check_trained()
+        return self.sharding.sums
+
+    def replica_sums(self) -> GradientSums:
+        """Those of a whole replica; built again when the script froze or unfroze parameters."""
         trainable = [id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self._gradients is None or trainable != self._trainable:
             known = set(trainable)
@@ -174,14 +185,19 @@ class Run:
         return self._gradients
 
     @property
+    def in_rounds(self) -> bool:
+        """Whether every micro-batch is one of all ranks."""
+        return self.sharding is not None and self.sharding.in_rounds
+
+    @property
     def wants_regroup(self) -> bool:
         """Whether this rank was told that newcomers wait."""
         return isinstance(self.group, ElasticGroup) and self.group.asked_to_regroup
 
     @property
-    def gradients_in_use(self) -> GradientSums | None:
+    def gradients_in_use(self) -> StepSums | None:
         """Those of the last step that was begun."""
-        return self._gradients
+        return self._gradients if self.sharding is None else self.sharding.sums
 
     def ledger_of(self, step: int) -> Ledger:
         """A new ledger of a step's units, shared out as the plan says."""
@@ -240,7 +256,7 @@ class Run:
         seen = observe_ballots(ballots, self.controller.plan)
         decision = self.controller.observe(seen)
         base = self.controller.plan
-        pool = self._tried(self._choose_pool(base), seen)
+        pool = self._tried(self._choose_pool(base), seen) if not self.in_rounds else Pool(pulled=())
         plan = msgspec.structs.replace(base, pulled=pool.pulled)
         if self.group.rank == 0 and decision is not None:
             log.info("step %d: %s", decision.step, decision.reason)
@@ -326,8 +342,8 @@ class Run:
     def abandon_step(self) -> None:
         """Forget a step that raised an error: gradients, changed buffers and what its loader had given out."""
         self.in_hand = None
-        if self._gradients is not None:
-            self._gradients.begin()
+        if (gradients := self.gradients_in_use) is not None:
+            gradients.begin()
         self.buffers.roll_back()
         self.stopwatch.forget()
         self.exposed.forget()
@@ -347,8 +363,9 @@ class Run:
             check_replicas(self.named_tensors(), self.group, self.device_kinds, number)
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters and buffers by name, in the same order on every rank."""
-        return [*named_parameters(self.model), *named_buffers(self.model)]
+        """Parameters that are whole, and buffers, by name, in the same order on every rank."""
+        whole = [] if self.sharding is not None and self.sharding.gathers else named_parameters(self.model)
+        return [*whole, *named_buffers(self.model)]
 
     def warn(self, message: str) -> None:
         """Warn once a message, on rank 0."""
@@ -359,6 +376,8 @@ class Run:
         """Take hooks off the model, end loader workers and what watches this rank."""
         if self._gradients is not None:
             self._gradients.close()
+        if self.sharding is not None:
+            self.sharding.close()
         self.loader.close()
         self.vitals.close()
         self.contention.close()

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ragtag.comm.group import Group, Work
+from ragtag.comm.group import Work
 from ragtag.control.absence import runs_of, share_out, units_of
 from ragtag.control.ballot import Ballot, Outcome, pack, tally, unpack
 from ragtag.core.errors import DisagreementError
@@ -25,6 +25,7 @@ from ragtag.runtime.loss_sums import LossSums
 from ragtag.runtime.non_finite import find_non_finite, reason_to_skip
 from ragtag.runtime.out_of_memory import drop_own_sum, no_rank_can
 from ragtag.runtime.run import Run
+from ragtag.runtime.step_sums import StepSums
 from ragtag.runtime.work import Units
 
 log = logging.getLogger("ragtag")
@@ -65,7 +66,7 @@ class Reduction(Protocol):
 class OwnSums:
     """What this rank has computed: gradients, and the changes of buffers."""
 
-    def __init__(self, gradients: GradientSums, buffers: UnitBuffers) -> None:
+    def __init__(self, gradients: StepSums, buffers: UnitBuffers) -> None:
         self._gradients, self._buffers = gradients, buffers
         self.norm, self.has_gradient = gradients.norm, gradients.has_gradient
 
@@ -95,8 +96,9 @@ class NoSums:
 
     launched_too_early = False
 
-    def __init__(self, gradients: GradientSums, buffers: UnitBuffers, group: Group) -> None:
-        self._gradients, self._buffers, self._group = gradients, buffers, group
+    def __init__(self, run: Run, after: "Settling") -> None:
+        gradients, buffers = after.replica_sums, run.buffers
+        self._gradients, self._buffers, self._group = gradients, buffers, run.group
         self._flats = gradients.zeros()
         self._change = buffers.zeros()
         self._works: list[Work] = []
@@ -132,13 +134,13 @@ class NoSums:
         """Bytes that it holds."""
         return sum(flat.numel() * flat.element_size() for flat in (*self._flats, *self._change))
 
-    def hand_over(self, gradients: GradientSums) -> None:
+    def hand_over(self, gradients: StepSums) -> None:
         """Put the sum into `gradients`, where the training thread expects it; see `check`."""
         self.check(gradients)
         self._gradients.accept(self._flats)
         self._buffers.accept(self._change)
 
-    def check(self, gradients: GradientSums) -> None:
+    def check(self, gradients: StepSums) -> None:
         """Make sure that the training thread's `gradients` are those that this was made for.
 
         Raises:
@@ -165,6 +167,8 @@ class Settling:
         self.run, self.number, self.away = run, number, after is not None
         self.plan_id, self.loss_factor = run.plan_id, run.loss_factor
         self.ledger: Ledger = run.ledger_of(number)
+        self.num_rounds = _num_rounds(self.ledger, run)
+        """Micro-batches of the rank that has most of them: where gradients are everybody's, all take part in each."""
         self.losses = LossSums(run.nature.metric_names, run.device)
         self.data_s = self.redo_s = self._compute_s = self._exposed_s = 0.0
         self._host_s = self._link_host_s = self._link_s = 0.0
@@ -185,7 +189,7 @@ class Settling:
         self.ballots: list[Ballot] = []
         self.skipped = ""
         self._gradients = run.gradients() if after is None else after._gradients
-        self.sums: Reduction = NoSums(self._gradients, run.buffers, run.group) if self.away else self._own_sums()
+        self.sums: Reduction = self._own_sums() if after is None else NoSums(run, after)
         self._attempt = 0
         self._launched = False
         self._lost: tuple[Units, ...] = ()
@@ -198,6 +202,12 @@ class Settling:
         """What all ranks will do with the step once everybody has voted."""
         self.held_digest = ""
         run.in_hand = self
+
+    @property
+    def replica_sums(self) -> GradientSums:
+        """Its sums of gradients, which are whole."""
+        assert isinstance(self._gradients, GradientSums), "only whole replicas have a stand-in"
+        return self._gradients
 
     @property
     def regroups(self) -> bool:
@@ -238,7 +248,10 @@ class Settling:
             if not self._launched:
                 self._launch(overlap=True)
             outcome = self._reduce_and_vote(in_person=compute is not None)
-            if outcome.incomplete:
+            if self.run.in_rounds and (outcome.incomplete or outcome.spoilt or outcome.reduce_again):
+                assert compute is not None, "nobody stands in where gradients are everybody's"
+                self._do_all_again(outcome, compute)
+            elif outcome.incomplete:
                 self._lost = self._share_out_lost(outcome)
             elif outcome.reduce_again:
                 log.info(
@@ -254,6 +267,23 @@ class Settling:
                 self.accept_held()
             self._attempt += 1
         return True
+
+    def _do_all_again(self, outcome: Outcome, compute: Compute) -> None:
+        """Where sums are everybody's, what one rank could not add spoils all of them."""
+        run = self.run
+        if outcome.unable == frozenset(range(run.group.world_size)):
+            raise no_rank_can(self)
+        if outcome.reduce_again:
+            log.info("step %d: a gradient came after its block's had left; from now on they leave later", self.number)
+        run.keep_to_memory(self.ballots)
+        self.fits, self.spoilt, self.adding = None, False, False
+        self.ledger, self.plan_id = run.ledger_of(self.number), run.plan_id
+        self.num_rounds = _num_rounds(self.ledger, run)
+        self.losses = LossSums(run.nature.metric_names, run.device)
+        run.buffers.drop()
+        self._gradients.launch_again(overlap=not outcome.reduce_again)
+        self._launched = False
+        compute(run.work_of(self.ledger))
 
     def _look_for_non_finite(self, outcome: Outcome) -> None:
         """Before the vote: who holds the step can do all that follows without asking anybody."""
@@ -370,7 +400,9 @@ class Settling:
             has_gradient=sums.has_gradient(),
         )
         self.ballots = [unpack(data, num_metrics=len(metrics)) for data in run.group.exchange(pack(ballot))]
-        return tally(self.ballots, expected_hash=ledger.expected_hash)
+        return tally(
+            self.ballots, expected_hash=ledger.expected_hash, sliced=run.sharding is not None, in_rounds=run.in_rounds
+        )
 
     def _measure_surroundings(self, *, in_person: bool) -> None:
         run = self.run
@@ -421,3 +453,8 @@ class Settling:
         self.predicted_s = 0.0 if run.controller is None else run.controller.predicted_step_s
         run.follow_speeds(self.ballots)
         run.keep_to_memory(self.ballots)
+
+
+def _num_rounds(ledger: Ledger, run: Run) -> int:
+    sizes = [1 if run.by_unit else size for size in run.plan.micro_batch]
+    return max(len(micro_batches(ledger, ledger.todo(rank), size)) for rank, size in enumerate(sizes))

@@ -106,6 +106,7 @@ def compute(settling: Settling, work: Iterable[Units], cover: Cover) -> None:
         failed_since_s = began_s
     if failed_since_s is not None:
         settling.redo_s += time.perf_counter() - failed_since_s
+    settling.run.gradients().idle_until(settling.num_rounds)
 
 
 def _add_micro_batch(settling: Settling, units: Units, own: OwnWork, cover: Cover) -> None:
@@ -122,6 +123,7 @@ def _add_micro_batch(settling: Settling, units: Units, own: OwnWork, cover: Cove
     run.stopwatch.start()
     paced = run.pace.forward_backward(num_samples)
     with _random_numbers_of(run, number, units[0]), paced, run.memory.forward_backward():
+        sums.begin_forward()
         loss = _forward(run, number, data, num_samples)
         cover.begin_backward()
         is_last = own.is_last()
@@ -131,6 +133,7 @@ def _add_micro_batch(settling: Settling, units: Units, own: OwnWork, cover: Cove
         sums.begin_backward(last=is_last)
         if loss.total.requires_grad:
             (loss.total * settling.loss_factor).backward()
+        sums.end_backward()
     run.stopwatch.stop()
     settling.data_s += data_s
     ledger.record_sum(group.rank, units)
@@ -157,6 +160,8 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
         state = f"the state that {type(run.optimizer).__name__} keeps, or what its step {number} needs,"
         with run.pace.optimizer(), memory_explained(run.group, run.device, state, _LESS_STATE), run.memory.update():
             run.optimizer.step()
+        if run.sharding is not None:
+            run.sharding.updated()
         with run.pace.fixed():
             run.step_scheduler(outcome.loss_total / outcome.weight)
             buffers.commit()

@@ -215,7 +215,8 @@ class Trainer:
         self._cover = self._make_cover()
 
     def _make_cover(self) -> Cover:
-        covered = self._run.controller is not None and self._run.config.cover_stalls
+        run = self._run
+        covered = run.controller is not None and run.config.cover_stalls and not run.in_rounds
         return StandIn(self._run) if covered else NoCover()
 
     @property

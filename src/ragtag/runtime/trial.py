@@ -115,6 +115,31 @@ def try_loss(
     )
 
 
+def compute_round(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    samples: Sequence[Any],
+    collate: Callable[[list[Any]], Any],
+    device: torch.device,
+    precision: str,
+) -> None:
+    """One forward and backward as in a step; the model, its buffers and all random states are as before afterwards.
+
+    Gradients are left to whoever listens.
+    """
+    buffers = {name: buffer.detach().clone() for name, buffer in named_buffers(model)}
+    with preserved_random_state(device), torch.compiler.set_stance("force_eager"):
+        try:
+            with torch.enable_grad():
+                with autocast(precision, device):
+                    loss = as_loss(loss_fn(model, to_device(collate(list(samples)), device)), num_samples=len(samples))
+                require_gradient(loss)
+                loss.total.backward()
+        finally:
+            for name, buffer in named_buffers(model):
+                buffer.detach().copy_(buffers[name])
+
+
 def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether nothing was written; a NaN that stayed a NaN was not."""
     return torch.equal(buffer, before) or (

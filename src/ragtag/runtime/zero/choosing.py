@@ -1,0 +1,77 @@
+"""Which layout a run takes, and how large each rank's slice is.
+
+The one idea: the cheapest layout that fits every device; the sizes of slices follow free memory, never speed.
+"""
+
+import msgspec
+import psutil
+import torch
+
+from ragtag.comm.group import Group
+from ragtag.control.layout import Chosen, Needs, Room, choose
+from ragtag.core.config import Config
+from ragtag.core.errors import SettingError
+from ragtag.emulate.memory import MemoryCap, MemoryLimit
+from ragtag.runtime.blocks import find_blocks
+from ragtag.runtime.zero.elementwise import state_tensors_per_element
+
+
+def choose_layout(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    config: Config,
+    memory: MemoryLimit,
+    device: torch.device,
+) -> Chosen:
+    """Return the layout, the same on every rank; a call of the group.
+
+    Raises:
+        SettingError: a layout is pinned that ranks which come and go cannot have.
+        ModelError: the model fits under no layout, or not under the one that is pinned.
+    """
+    if group.elastic:  # who comes and goes would take slices along
+        if config.layout not in ("auto", "replicated"):
+            raise SettingError(
+                f"layout = '{config.layout}' needs a fixed number of workers: ragtag launch --fixed, or torchrun."
+            )
+        return Chosen()
+    if group.world_size == 1:
+        return Chosen()
+    own = Room(capacity_bytes=capacity_bytes(group, memory, device), counts_copies=not isinstance(memory, MemoryCap))
+    rooms = [msgspec.convert(each, Room) for each in group.gather("memory", msgspec.to_builtins(own))]
+    return choose(
+        needs_of(model, optimizer),
+        rooms,
+        group.hosts,
+        layout=config.layout,
+        slices=config.slices,
+    )
+
+
+def needs_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Needs:
+    """Return what the model's state takes."""
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    blocks, _ = find_blocks(model)
+    block_bytes = [sum(p.nbytes for p in block.parameters()) for _, block in blocks]
+    whole = sum(p.nbytes for p in parameters)
+    return Needs(
+        parameter_bytes=whole,
+        gradient_bytes=sum(p.numel() * max(4, p.element_size()) for p in trained),
+        optimizer_bytes=round(state_tensors_per_element(optimizer) * sum(p.nbytes for p in trained)),
+        largest_block_bytes=max(block_bytes, default=whole),
+        rest_bytes=max(0, whole - sum(block_bytes)) if blocks else 0,
+    )
+
+
+def capacity_bytes(group: Group, memory: MemoryLimit, device: torch.device) -> int:
+    """Return what this rank's device may hold, in bytes."""
+    if isinstance(memory, MemoryCap):
+        return memory.cap_bytes
+    if device.type != "cpu":
+        try:
+            return int(torch.get_device_module(device).mem_get_info(device)[0])
+        except (RuntimeError, AttributeError):
+            pass
+    return psutil.virtual_memory().available // group.hosts.count(group.hosts[group.rank])
