@@ -15,12 +15,22 @@ from torch.utils import _pytree as pytree
 
 from ragtag.core.quantities import format_bytes
 
+Passing = Callable[[], Iterable[torch.Tensor]]
+
 
 class MemoryLimit(Protocol):
     """The seam: what a step's work may keep in memory."""
 
-    def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Count this model's parameters and gradients and this optimizer's state."""
+    def attach(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        passing: Passing | None = None,
+    ) -> None:
+        """Count this model's parameters and gradients and this optimizer's state.
+
+        `passing` gives what comes and goes while a micro-batch is computed; gradients are among it.
+        """
         ...
 
     def detach(self) -> None:
@@ -32,6 +42,14 @@ class MemoryLimit(Protocol):
 
         Raises:
             torch.OutOfMemoryError: in forward or in backward, from where the device would run out.
+        """
+        ...
+
+    def came(self) -> None:
+        """More is passing than before.
+
+        Raises:
+            torch.OutOfMemoryError: the device would have no room for it.
         """
         ...
 
@@ -55,7 +73,12 @@ class MemoryLimit(Protocol):
 class NoMemoryLimit:
     """The machine's own memory."""
 
-    def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def attach(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        passing: Passing | None = None,
+    ) -> None:
         """Do nothing."""
 
     def detach(self) -> None:
@@ -64,6 +87,9 @@ class NoMemoryLimit:
     def forward_backward(self) -> AbstractContextManager[None]:
         """Return a region that does nothing."""
         return nullcontext()
+
+    def came(self) -> None:
+        """Do nothing."""
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Return a region that does nothing."""
@@ -87,16 +113,22 @@ class MemoryCap:
         self._device = device
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._passing: Passing | None = None
         self._hooks: list[Any] = []
         self._kept_bytes = 0
         self._kept_storages: set[int] = set()
         self._activations = _Activations()
         self._active = False
 
-    def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Count this model's parameters and gradients and this optimizer's state."""
+    def attach(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        passing: Passing | None = None,
+    ) -> None:
+        """Count this model's parameters and gradients and this optimizer's state, and what is `passing`."""
         self.detach()
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._passing = model, optimizer, passing
         for parameter in model.parameters():
             if parameter.requires_grad:
                 # A hook that held on to its own parameter would keep both alive.
@@ -107,12 +139,18 @@ class MemoryCap:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._model = self._optimizer = None
+        self._model = self._optimizer = self._passing = None
 
     @property
     def used_bytes(self) -> int:
         """What is counted now: as of the last region's start, and everything that came since."""
-        return self._kept_bytes + self._activations.num_bytes
+        passing = 0 if self._passing is None else self._bytes_of(list(self._passing()))
+        return self._kept_bytes + self._activations.num_bytes + passing
+
+    def came(self) -> None:
+        """More is passing than before. Raises torch.OutOfMemoryError where the device would have no room for it."""
+        if self._active:
+            self._require(0, "to gather parameters")
 
     @contextmanager
     def forward_backward(self) -> Iterator[None]:
@@ -160,6 +198,11 @@ class MemoryCap:
                 storages[storage._cdata] = storage.nbytes()
         return sum(size for key, size in storages.items() if key not in self._kept_storages)
 
+    def _is_passing(self, storage: torch.UntypedStorage) -> bool:
+        return self._passing is not None and any(
+            storage._cdata == each.untyped_storage()._cdata for each in self._passing()
+        )
+
     def _count_kept(self) -> None:
         sizes: dict[int, int] = {}
         for tensor in self._kept_tensors():
@@ -173,7 +216,7 @@ class MemoryCap:
         if self._model is not None:
             for parameter in self._model.parameters():
                 yield parameter
-                if parameter.grad is not None:
+                if parameter.grad is not None and self._passing is None:
                     yield parameter.grad
             yield from self._model.buffers()
         if self._optimizer is not None:
@@ -184,7 +227,7 @@ class MemoryCap:
         if tensor.layout != torch.strided:
             return tensor.detach()
         storage = tensor.untyped_storage()
-        if storage._cdata in self._kept_storages:
+        if storage._cdata in self._kept_storages or self._is_passing(storage):
             return tensor.detach()
         if not self._activations.holds(storage):
             self._require(storage.nbytes(), "to keep an activation in forward")
@@ -196,7 +239,8 @@ class MemoryCap:
         if self._active and parameter.grad is None:
             num_bytes = grad.numel() * grad.element_size()
             self._require(num_bytes, "for a gradient in backward")
-            self._kept_bytes += num_bytes
+            if self._passing is None:
+                self._kept_bytes += num_bytes
 
     def _require(self, num_bytes: int, purpose: str) -> None:
         wanted = self.used_bytes + num_bytes

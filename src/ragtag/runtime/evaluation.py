@@ -5,6 +5,7 @@ vector, and everybody adds that vector up in the same order. So the value does n
 last bit.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from ragtag.runtime.modes import mode
 from ragtag.runtime.out_of_memory import release_memory
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
+from ragtag.runtime.zero.rounds import Rounds
 
 
 class Evaluation(float):
@@ -83,6 +85,7 @@ def evaluate(
     name: str,
     memory: MemoryLimit,
     pieces: EvaluationPieces,
+    rounds: Rounds | None = None,
 ) -> Evaluation:
     """Mean of `metric_fn` over the whole dataset, in evaluation mode, without gradients; equal on every rank.
 
@@ -92,6 +95,7 @@ def evaluate(
         name: distinguishes this evaluation from every other one of the run.
         memory: what a forward may hold.
         pieces: how much this rank's memory was found to hold.
+        rounds: what makes parameters whole for a forward, on all ranks at once; None: they are.
 
     Raises:
         DeviceMemoryError: not even one sample fits into it.
@@ -101,6 +105,9 @@ def evaluate(
     loader.keep(())  # what an evaluation that failed had asked for
     runs: list[_Run] = []
     ahead = 0
+
+    def whole_for(call: Callable[[], Any]) -> Any:
+        return call() if rounds is None else rounds.forward_only(call)
 
     def request(piece: Piece) -> None:
         loader.request((0, piece[0]), 0, tuple(range(*piece)))
@@ -115,7 +122,7 @@ def evaluate(
             with memory.evaluation():
                 batch = to_device(data, device, non_blocking=copies_asynchronously(device))
                 with pace.forward_backward(stop - start):
-                    loss = as_metric(metric_fn(model, batch), num_samples=stop - start)
+                    loss = as_metric(whole_for(lambda: metric_fn(model, batch)), num_samples=stop - start)
                 total, count = number_of(loss.total), number_of(loss.count)
         metrics = {key: number_of(value) for key, value in loss.metrics.items()}
         runs.append(_Run(unit, total, count, metrics))
@@ -129,6 +136,9 @@ def evaluate(
                 for piece in pieces.of(ledger.span(mine[ahead])):
                     request(piece)
                 ahead += 1
+            if rounds is not None:  # others count on as many forwards as there are runs
+                forward(unit, ledger.span(unit))
+                continue
             pieces.compute(
                 ledger.span(unit),
                 partial(forward, unit),
@@ -137,6 +147,9 @@ def evaluate(
                 release=partial(release_memory, device),
             )
             group.note(group.step, f"evaluating, {position + 1} of {len(mine)} runs done")
+        if rounds is not None:
+            for _ in range(max(len(ledger.todo(rank)) for rank in range(group.world_size)) - len(mine)):
+                rounds.forward_only(None)
     names = _metric_names(group, runs, name)
     table = torch.zeros(ledger.num_units, 2 + len(names), dtype=torch.float64)
     for run in runs:

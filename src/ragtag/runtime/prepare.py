@@ -137,7 +137,10 @@ def prepare(
         sharding = Sharding(
             model, optimizer, group, layout=layout.name, weights=layout.weights, device=device, config=config
         )
-    memory.attach(model, optimizer)
+    rounds = None if sharding is None else sharding.rounds
+    memory.attach(model, optimizer, None if rounds is None else rounds.passing)
+    if rounds is not None:
+        rounds.came = memory.came
     noted: list[Noted] = []
     if newcomer:
         nature = msgspec.convert(group.gather("nature", None)[0], Nature)
@@ -153,10 +156,10 @@ def prepare(
             config=config,
             group=group,
             memory=memory,
-            rounds=None if sharding is None else sharding.rounds,
+            rounds=rounds,
         )
-    if sharding is not None and sharding.rounds is not None:
-        agree_on_schedule(sharding.rounds, noted, group, gathers=sharding.gathers)
+    if sharding is not None and rounds is not None:
+        agree_on_schedule(rounds, noted, group, gathers=sharding.gathers)
     unit, unit_reason = _unit(nature, config, sampler)
     by_unit = config.unit is not None or not nature.separable
     start = Start() if newcomer else _start_of_all(start, group)

@@ -7,6 +7,7 @@ gradients leave while backward goes on.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils import _pytree as pytree
 from ragtag.comm.group import Group, Work
 from ragtag.comm.ring import Wire
 from ragtag.core.errors import ModelError
+from ragtag.core.quantities import format_bytes
+from ragtag.runtime.out_of_memory import memory_explained
 from ragtag.runtime.zero.block import Block
 from ragtag.runtime.zero.schedule import Event, Noted, Schedule, next_use
 
@@ -58,6 +61,9 @@ class Rounds:
         self.noted: list[Noted] | None = None
         """Where set, what happens is written down, and blocks are asked for by `lead`."""
         self.lead: Callable[[int], None] = lambda block: None
+        self.came: Callable[[], None] = lambda: None
+        """Called when more memory is in use than before."""
+        self._travelling: deque[torch.Tensor] = deque(maxlen=_ON_THEIR_WAY)
         self._hooks: list[Any] = [hook for number in range(1, len(blocks)) for hook in self._hooks_of(number)]
         if gathers:
             self._hooks.append(model.register_forward_pre_hook(lambda *_: self._before_model()))
@@ -114,6 +120,22 @@ class Rounds:
         """Wait until everything that was launched is there (bounded by the group)."""
         while self._leaving:
             self._group.wait(self._leaving.popleft(), "reducing gradients")
+        self._travelling.clear()
+
+    def passing(self) -> Iterator[torch.Tensor]:
+        """What comes and goes: whole blocks, slices of gradients, gradients, and copies of them on their way."""
+        for block in self._blocks:
+            for flat in block.flats:
+                yield flat.own
+                if flat.is_present:
+                    yield flat.full
+            for summed in block.summed:
+                if summed.sum is not None:
+                    yield summed.sum
+            for parameter in block.trained.values():
+                if parameter.grad is not None:
+                    yield parameter.grad
+        yield from self._travelling
 
     # ---- a round
 
@@ -128,6 +150,7 @@ class Rounds:
         if self._gathers:
             self._present(0)
             self._fetch_ahead()
+            self.came()
 
     def begin_backward(self) -> None:
         """Before its backward."""
@@ -188,23 +211,19 @@ class Rounds:
             self._blocks[number].release()
 
     def _happened(self, kind: str, number: int) -> None:
-        """The model has reached an event: this must be its turn."""
+        """The model has reached an event. What comes before it in the list, this micro-batch leaves out."""
         events = self._schedule.events
-        while self._place < len(events):
-            event = events[self._place]
-            matches = event == (kind, number)
-            if not matches and event.kind == "use":
-                break
-            # Another one's gradients are overdue, or a block without any is done with: nothing tells of these.
-            self._execute(event)
-            if matches:
-                return
-        expected = f"'{self._blocks[events[self._place].block].name}'" if self._place < len(events) else "the end"
-        raise ModelError(
-            f"rank {self._group.rank} came to the block '{self._blocks[number].name}' where {expected} was next in the "
-            f"trial before step 1. Where parameters are gathered, every forward must use the same blocks in the same "
-            f"order. Take Config(layout='zero2'), which leaves parameters whole, or 'replicated'."
-        )
+        try:
+            place = events.index((kind, number), self._place)
+        except ValueError:
+            raise ModelError(
+                f"rank {self._group.rank} came to the block '{self._blocks[number].name}' where it was not used in the "
+                f"trial before step 1. Where parameters are gathered, a micro-batch may leave blocks out, but not use "
+                f"others, or in another order. Take Config(layout='zero2'), which leaves parameters whole."
+            ) from None
+        self._execute_up_to(place + 1)
+        if kind == "use":
+            self.came()  # not before: where this rank gives up, everything was launched as on the others
 
     def _present(self, number: int) -> None:
         """Have a block gathered."""
@@ -216,7 +235,8 @@ class Rounds:
     def _fetch(self, number: int) -> None:
         works = []
         for flat in self._blocks[number].flats:
-            flat.fill()
+            with self._room(flat.num_bytes, f"to gather '{self._blocks[number].name}'"):
+                flat.fill()
             works.append(self._group.all_gather(flat.full, flat.sizes))
         self._coming[number] = works
 
@@ -230,9 +250,16 @@ class Rounds:
         for flat, add in self._blocks[number].outgoing():
             if len(self._leaving) >= _ON_THEIR_WAY:
                 self._group.wait(self._leaving.popleft(), "reducing gradients")
-            content = flat.gradient()
+            with self._room(flat.flat.num_bytes, f"for gradients of '{self._blocks[number].name}' on their way"):
+                content = flat.gradient()
+            self._travelling.append(content)
             wire = self._wire if content.dtype == torch.float32 else None
             self._leaving.append(self._group.reduce_scatter(content, flat.sizes, wire=wire, done=add(content)))
+
+    def _room(self, num_bytes: int, purpose: str) -> AbstractContextManager[None]:
+        """What runs out of memory in here ends the run: the others would wait for what this rank cannot launch."""
+        what = f"{format_bytes(num_bytes)} {purpose}"
+        return memory_explained(self._group, None, what, "Give this device a smaller slice: Config(slices=...).")
 
     def _drop_gradients(self) -> None:
         for block in self._blocks:
