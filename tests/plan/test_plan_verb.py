@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragtag.cli.cluster_toml import to_toml
-from ragtag.cli.launch import request
+from ragtag.cli.launch import request, worker_environ
 from ragtag.cli.main import app
 from ragtag.core.cluster import Cluster, Device, DriftPoint, Emulation, Flip, Link, Stall
 from ragtag.core.cluster_file import load_cluster, parse_cluster
@@ -133,6 +133,20 @@ def plan_of(*devices, **fields):
     )
 
 
+def test_a_layout_that_cuts_state_reaches_the_workers(tmp_path):
+    devices = tuple(
+        PlannedDevice(name=name, samples=samples, micro_batch=2, state_bytes=held)
+        for name, samples, held in (("a", 8, 100), ("b", 0, 300))
+    )
+    plan = msgspec.structs.replace(plan_of(("a", 8, 8)), layout="zero-3", devices=devices)
+    save_plan(plan, tmp_path / "plan.json")
+    (tmp_path / "train.py").write_text("")
+    wanted = request(script=str(tmp_path / "train.py"), plan=tmp_path / "plan.json", environ={})
+    environ = worker_environ(wanted, {})
+    assert (environ["RAGTAG_LAYOUT"], environ["RAGTAG_SLICES"]) == ("zero3", "100,300")
+    assert environ["RAGTAG_START_SHARES"] == "8,0"
+
+
 def test_each_device_keeps_to_its_micro_batch_and_to_its_memory_if_shares_grow():
     assert plan_of(("a", 8, 8), ("b", 4, 4)).micro_batches == (None, None)
     assert plan_of(("a", 8, 4), ("b", 4, 1), ("c", 0, 1)).micro_batches == (4, 1, None)
@@ -153,7 +167,7 @@ def test_each_device_keeps_to_its_micro_batch_and_to_its_memory_if_shares_grow()
         ),
         (plan_of(("a", 8, 8)), {"shares": "8"}, "both say the shares"),
         (plan_of(("a", 8, 8)), {"plan": None, "pin": True}, "--pin keeps the shares of a plan: give --plan"),
-        (plan_of(("a", 8, 8), not_yet="ZeRO-3"), {}, "needs ZeRO-3, which this ragtag prices but cannot run yet"),
+        (plan_of(("a", 8, 8), not_yet="pipelines"), {}, "needs pipelines, which this ragtag prices but cannot run yet"),
         (plan_of(("a", 8, 8)), {"environ": {"CUDA_VISIBLE_DEVICES": "0,1"}}, r"for 1 devices \(a\), and 2 are here"),
     ],
 )

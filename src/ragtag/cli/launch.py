@@ -58,6 +58,10 @@ class Request:
     """Shares to begin with, which then follow speeds."""
     micro_batches: tuple[int | None, ...] | None = None
     """Most samples of one forward, by worker; None: as the script says."""
+    layout: str | None = None
+    """What of the model's state is cut, as planned; None: as the script says."""
+    slices: tuple[int, ...] = ()
+    """Relative sizes of the slices, by worker."""
     checkpoint: str | None = None
     """Directory or URL for checkpoints; None: as the script says."""
 
@@ -120,6 +124,8 @@ def request(
         emulate=emulate,
         start_shares=planned.shares if planned is not None and not pin else None,
         micro_batches=None if planned is None else planned.micro_batches,
+        layout=None if planned is None else planned.layout,
+        slices=() if planned is None else planned.slices,
         checkpoint=checkpoint,
     )
 
@@ -204,6 +210,9 @@ def worker_environ(request: Request, environ: Mapping[str, str]) -> dict[str, st
     if request.micro_batches is not None:
         sizes = ("none" if size is None else str(size) for size in request.micro_batches)
         shared["RAGTAG_START_MICRO_BATCH"] = ",".join(sizes)
+    if request.layout is not None:
+        shared["RAGTAG_LAYOUT"] = request.layout
+        shared["RAGTAG_SLICES"] = ",".join(map(str, request.slices))
     if request.checkpoint is not None:
         shared["RAGTAG_CHECKPOINT"] = request.checkpoint
     return shared

@@ -104,6 +104,19 @@ def sharded_bytes(problem: Problem, layout: str) -> int:
     }.get(layout, 0)
 
 
+def passing_bytes(problem: Problem, layout: str) -> int:
+    """Return the bytes of what comes and goes on every device while a layout that cuts state computes.
+
+    Gradients of one block and of two on their way; where parameters are cut, a block in use and the next one as well,
+    and what is in no block, with its gradients, for a whole micro-batch. Without measured blocks, the model is one.
+    """
+    whole = problem.model.parameter_bytes
+    inside = [block.parameter_bytes for block in problem.blocks]
+    largest = max(inside, default=whole)
+    rest = max(whole - sum(inside), 0) if inside else 0
+    return {"zero-2": 3 * largest + rest, "zero-3": 5 * largest + 2 * rest}.get(layout, 0)
+
+
 def part_memory_bytes(problem: Problem, candidate: Candidate, rank: Rank, part: Part) -> int | None:
     """Return the bytes that `rank` needs for its part, in any layout but a pipeline; None: not measured."""
     device = rank.device
@@ -111,6 +124,7 @@ def part_memory_bytes(problem: Problem, candidate: Candidate, rank: Rank, part: 
     if part.state_bytes is None or device.memory is None:
         return memory_bytes(device, micro_batch, part.recompute)
     resident = max(device.memory.fixed_bytes - sharded_bytes(problem, candidate.layout), 0)
+    resident += passing_bytes(problem, candidate.layout)
     return memory_bytes(device, micro_batch, part.recompute, fixed_bytes=resident + part.state_bytes)
 
 

@@ -25,6 +25,8 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """Most samples of one forward in this plan."""
     largest_micro_batch: int | None = None
     """Most samples of one forward that its memory holds; None: any number, or not known."""
+    state_bytes: int | None = None
+    """Its slice of the model's state; None: it holds all of it."""
     takes_part: bool = True
     memory_bytes: int | None = None
 
@@ -46,6 +48,12 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     def shares(self) -> tuple[int, ...]:
         """Samples of the devices that take part."""
         return tuple(device.samples for device in self.devices if device.takes_part)
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """Slices of the devices that take part, in bytes; empty: nothing is cut."""
+        sizes = [device.state_bytes for device in self.devices if device.takes_part]
+        return tuple([size for size in sizes if size is not None])
 
     @property
     def micro_batches(self) -> tuple[int | None, ...]:
@@ -78,6 +86,7 @@ def plan_file(problem: Problem, choice: Choice) -> PlanFile:
                 samples=parts[rank.name].samples if rank.name in parts else 0,
                 micro_batch=parts[rank.name].micro_batch if rank.name in parts else 1,
                 largest_micro_batch=largest_micro_batch(rank.device),
+                state_bytes=parts[rank.name].state_bytes if rank.name in parts else None,
                 takes_part=rank.name in parts,
                 memory_bytes=memory.get(rank.name),
             )

@@ -14,7 +14,7 @@ from ragtag.cost.candidate import Candidate, Part
 from ragtag.cost.device import largest_micro_batch, memory_bytes
 from ragtag.cost.problem import Problem
 from ragtag.cost.reduction import bucket_rings_s, lines
-from ragtag.cost.step import predict_on, sharded_bytes
+from ragtag.cost.step import passing_bytes, predict_on, sharded_bytes
 from ragtag.plan.allocate import Seat, allocate
 from ragtag.plan.load import NOTHING_TO_REDUCE, Load, Option
 from ragtag.plan.subset import Subset
@@ -40,7 +40,10 @@ def zero(problem: Problem, stage: int, subset: Subset) -> Slices:
         return Slices(why_not="the memory of some devices was not measured")
     unit, batch = problem.model.unit, problem.global_batch_size
     num_units = -(-batch // unit)
-    resident = [max(device.memory.fixed_bytes - sharded, 0) for device in devices if device.memory is not None]
+    passing = passing_bytes(problem, layout)
+    resident = [
+        max(device.memory.fixed_bytes - sharded, 0) + passing for device in devices if device.memory is not None
+    ]
     # Half of an all-reduce is behind the backward, the other half after the optimizer.
     rings_s = [ring_s / 2 for ring_s in bucket_rings_s(problem, [problem.ranks[rank].host for rank in subset])]
     hides = stage == 1 and len(subset) > 1
@@ -122,7 +125,6 @@ def _candidate(
         parts=parts,
         left_out=tuple(rank.name for index, rank in enumerate(problem.ranks) if index not in inside),
         unit=unit,
-        not_yet=f"ZeRO-{layout[-1]}",
     ), 0.0
 
 
