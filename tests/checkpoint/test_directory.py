@@ -91,7 +91,7 @@ def test_who_is_behind_does_not_take_the_pointer_back(directory):
 def test_who_falls_behind_while_writing_does_not_either(directory, monkeypatch):
     directory.save(mark(5), 5, keep=3)
 
-    def overtaken(name, tree, confirm, save=directory._storage.save):
+    def overtaken(name, tree, confirm, *, parts, save=directory._storage.save):
         save(name, tree, confirm)
         directory._storage.write_text("latest.json", pointer_to(mark(7, generation=1)))
 
@@ -105,7 +105,7 @@ def test_who_falls_behind_while_writing_does_not_either(directory, monkeypatch):
 def test_a_failing_write_removes_nothing_and_moves_no_pointer(directory, monkeypatch):
     directory.save(mark(1), 1, keep=1)
 
-    def fail(*arguments):
+    def fail(*arguments, **words):
         raise CheckpointError("no space")
 
     for broken in ("save", "write_text"):

@@ -7,11 +7,13 @@ pointer move to it, and only then are older ones removed. So whatever happens in
 import logging
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from ragtag.checkpoint.file import SavedFile
+from ragtag.checkpoint.parts import Part
 from ragtag.checkpoint.storage import Storage
 from ragtag.core.errors import CheckpointError
 
@@ -148,26 +150,32 @@ class Directory:
         """Read and check a checkpoint. Raises CheckpointError."""
         return self._storage.load(mark.name)
 
+    def open(self, mark: Mark) -> SavedFile:
+        """Open a checkpoint, to be read part by part and closed. Raises CheckpointError."""
+        return self._storage.open(mark.name)
+
     def save(
         self,
         mark: Mark,
         tree: Any,
         *,
         keep: int,
+        parts: Iterable[Part] = (),
         bad: Collection[Mark] = (),
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
         """Write a checkpoint, move the pointer to it, and remove the run's older ones but the newest `keep`.
 
-        Those in `bad` do not count among the ones that stay. `confirm` is called before anything takes the place of
-        what is there, and raises where others have gone on without this process.
+        `parts` are those of the tensors that are described only. Those in `bad` do not count among the ones that stay.
+        `confirm` is called before anything takes the place of what is there, and raises where others have gone on
+        without this process.
 
         Raises:
             CheckpointError: it could not be written, or the pointer not moved; or the pointer is ahead already: others
                 have gone on without this process. What was there before is untouched.
         """
         self._refuse_if_behind(mark)
-        self._storage.save(mark.name, tree, confirm)
+        self._storage.save(mark.name, tree, confirm, parts=parts)
         confirm()  # writing may have taken long, and a storage without renaming replaces while it writes
         self._refuse_if_behind(mark)
         self._storage.write_text(POINTER, msgspec.json.encode(Pointer.to(mark)).decode())

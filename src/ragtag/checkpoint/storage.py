@@ -7,11 +7,12 @@ whoever writes a file says so afterwards, in another one (`directory.py`), and r
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragtag.checkpoint.file import load_file, save_file
+from ragtag.checkpoint.file import SavedFile, load_file, save_file
+from ragtag.checkpoint.parts import Part
 from ragtag.core.errors import CheckpointError
 from ragtag.core.one_go import write_in_one_go
 
@@ -30,12 +31,19 @@ class Storage(Protocol):
         """What is there, if anything: names, each with what tells two files of that name on two machines apart."""
         ...
 
-    def save(self, name: str, tree: Any, confirm: Callable[[], None] | None = None) -> None:
-        """Write a checkpoint; what `confirm` raises when all is written leaves what is there."""
+    def save(
+        self, name: str, tree: Any, confirm: Callable[[], None] | None = None, *, parts: Iterable[Part] = ()
+    ) -> None:
+        """Write a checkpoint; what `confirm` raises when all is written leaves what is there. `parts` are those of the
+        tensors that are described only."""
         ...
 
     def load(self, name: str) -> Any:
         """Read and check one."""
+        ...
+
+    def open(self, name: str) -> SavedFile:
+        """Open one, to be read part by part and closed."""
         ...
 
     def write_text(self, name: str, text: str) -> None:
@@ -107,13 +115,19 @@ class LocalStorage:
         except OSError as error:
             raise CheckpointError(f"cannot look into {self._path} for checkpoints: {error.strerror}.") from error
 
-    def save(self, name: str, tree: Any, confirm: Callable[[], None] | None = None) -> None:
+    def save(
+        self, name: str, tree: Any, confirm: Callable[[], None] | None = None, *, parts: Iterable[Part] = ()
+    ) -> None:
         """Write a checkpoint in one step."""
-        save_file(self._path / name, tree, confirm=confirm)
+        save_file(self._path / name, tree, parts=parts, confirm=confirm)
 
     def load(self, name: str) -> Any:
         """Read and check one."""
         return load_file(self._path / name)
+
+    def open(self, name: str) -> SavedFile:
+        """Open one."""
+        return SavedFile(self._path / name)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file in one step."""
@@ -167,23 +181,35 @@ class RemoteStorage:
                 return {}
             return {entry["name"].rstrip("/").rpartition("/")[2]: "" for entry in found if entry["type"] == "file"}
 
-    def save(self, name: str, tree: Any, confirm: Callable[[], None] | None = None) -> None:
+    def save(
+        self, name: str, tree: Any, confirm: Callable[[], None] | None = None, *, parts: Iterable[Part] = ()
+    ) -> None:
         """Write a checkpoint."""
         called = self._called(name)
         with tempfile.TemporaryDirectory(prefix="ragtag-") as folder:
             local = Path(folder) / "checkpoint"
-            save_file(local, tree, called=called, confirm=confirm)
+            save_file(local, tree, parts=parts, called=called, confirm=confirm)
             with self._refusal("write the checkpoint", called):
                 self._system.put_file(str(local), self._full(name))
 
     def load(self, name: str) -> Any:
         """Read and check one."""
-        called = self._called(name)
         with tempfile.TemporaryDirectory(prefix="ragtag-") as folder:
-            local = Path(folder) / "checkpoint"
-            with self._refusal("read the checkpoint", called), contextlib.suppress(FileNotFoundError):
-                self._system.get_file(self._full(name), str(local))
-            return load_file(local, called=called)
+            return load_file(self._fetched(name, folder), called=self._called(name))
+
+    def open(self, name: str) -> SavedFile:
+        """Open one, in a file of this machine that is gone when it is closed."""
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragtag-"))
+            saved = SavedFile(self._fetched(name, folder), called=self._called(name), at_close=lambda: later.close())
+            later = stack.pop_all()
+            return saved
+
+    def _fetched(self, name: str, folder: str) -> Path:
+        local = Path(folder) / "checkpoint"
+        with self._refusal("read the checkpoint", self._called(name)), contextlib.suppress(FileNotFoundError):
+            self._system.get_file(self._full(name), str(local))
+        return local
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file."""

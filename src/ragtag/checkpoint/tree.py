@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import torch
 
+from ragtag.checkpoint.parts import Described
 from ragtag.core.errors import CheckpointError
 
 _MAPPINGS = {"dict": dict, "ordered_dict": OrderedDict, "counter": Counter}
@@ -35,6 +36,18 @@ def flatten(tree: Any) -> tuple[str, dict[str, torch.Tensor]]:
     Raises:
         CheckpointError: a leaf or key of another type, with its path.
     """
+    skeleton, found = flatten_described(tree)
+    tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+    assert len(tensors) == len(found), "what is only described has no values to send or keep"
+    return skeleton, tensors
+
+
+def flatten_described(tree: Any) -> tuple[str, dict[str, torch.Tensor | Described]]:
+    """Do as `flatten`, where tensors may be described only.
+
+    Raises:
+        CheckpointError: a leaf or key of another type, with its path.
+    """
     walk = _Flatten()
     try:
         skeleton = walk.node(tree, ())
@@ -43,8 +56,8 @@ def flatten(tree: Any) -> tuple[str, dict[str, torch.Tensor]]:
     return json.dumps(skeleton, allow_nan=False, separators=(",", ":")), walk.tensors
 
 
-def unflatten(skeleton: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the tree that `flatten` took apart; the tensors are used as they are, not copied.
+def unflatten(skeleton: str, tensors: Mapping[str, Any]) -> Any:
+    """Return the tree that `flatten` took apart; the tensors, or what is given in their place, are used as they are.
 
     Raises:
         CheckpointError: the skeleton is damaged, or names a tensor that is not in `tensors`.
@@ -57,12 +70,21 @@ def unflatten(skeleton: str, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise CheckpointError(f"the skeleton of the saved state is damaged: {error}") from error
 
 
+def filled(tree: Any, tensors: Mapping[Described, torch.Tensor]) -> Any:
+    """Return `tree` with tensors in place of those that are described and in `tensors`."""
+    skeleton, found = flatten_described(tree)
+    return unflatten(
+        skeleton,
+        {name: tensors.get(each, each) if isinstance(each, Described) else each for name, each in found.items()},
+    )
+
+
 class _Flatten:
     """One walk over a tree: the tensors met so far, by name, and the names of memory already seen."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
+        self.tensors: dict[str, torch.Tensor | Described] = {}
+        self._names: dict[Any, str] = {}
 
     def node(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
@@ -81,6 +103,10 @@ class _Flatten:
             return {_TAGS[kind]: [self.node(item, (*path, str(index))) for index, item in enumerate(value)]}
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensor(value, path)}
+        if kind is Described:
+            name = self._names.setdefault(value, _tensor_name(path))
+            self.tensors.setdefault(name, value)
+            return {"tensor": name}
         if isinstance(value, numpy.generic) and value.dtype.kind in _NUMPY_KINDS and value.itemsize <= 8:
             return {"numpy": [value.dtype.name, self.node(value.item(), path)]}
         raise CheckpointError(
@@ -128,7 +154,7 @@ def _where(path: tuple[str, ...]) -> str:
     return f"the state at '{'.'.join(path)}'" if path else "the state"
 
 
-def _build(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _build(node: Any, tensors: Mapping[str, Any]) -> Any:
     if not isinstance(node, dict | list):
         return node
     if not isinstance(node, dict) or len(node) != 1:

@@ -4,7 +4,7 @@ The one idea: of the layouts that fit, the one that sends least; and slices in p
 once everything that is not cut has its place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import msgspec
@@ -26,9 +26,9 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     gradient_bytes: int
     optimizer_bytes: int
     largest_block_bytes: int
-    """Of the parameters that are gathered at a time."""
+    """Of the parameters that are gathered at a time; 0 where the model has no blocks."""
     rest_bytes: int = 0
-    """Of parameters outside of all blocks, which stay for a whole round."""
+    """Of parameters outside of all blocks, which stay for a whole round; all of them where there are none."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
     capacity_bytes: int
     counts_copies: bool = True
-    """Whether copies of gradients that travel need room: they do on real devices, not on emulated ones."""
+    """Whether whole copies of gradients that travel need room: they do on real devices, not on emulated ones."""
 
     @property
     def usable_bytes(self) -> int:
@@ -55,17 +55,31 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 def resident_bytes(needs: Needs, layout: Layout, *, counts_copies: bool) -> tuple[int, int]:
     """Return what a device holds whatever its slice, and what is cut among all, in bytes. Activations are not in it."""
     own_sums = (2 if counts_copies else 1) * needs.gradient_bytes
-    block, travelling = needs.largest_block_bytes, 2 if counts_copies else 0
+    block = needs.largest_block_bytes
     if layout == "replicated":
         return needs.parameter_bytes + own_sums + needs.optimizer_bytes, 0
     if layout == "zero1":
         return needs.parameter_bytes + own_sums, needs.optimizer_bytes
-    if layout == "zero2":  # gradients of one block, and two on their way
-        everywhere = needs.parameter_bytes + needs.rest_bytes + (1 + travelling) * block
+    rest = needs.rest_bytes
+    # Where gradients of the last block leave: themselves, and copies of two blocks' on their way. Of the rest likewise,
+    # after all blocks have gone but for one copy.
+    if layout == "zero2":
+        everywhere = needs.parameter_bytes + max(rest + 3 * block, 2 * rest + block)
         return everywhere, needs.gradient_bytes + needs.optimizer_bytes
-    # One block in use, one that comes, gradients of one, and of two on their way.
+    # Besides, the rest of the model, one block in use and one that comes.
     cut = needs.parameter_bytes + needs.gradient_bytes + needs.optimizer_bytes
-    return 2 * needs.rest_bytes + (3 + travelling) * block, cut
+    return max(2 * rest + 5 * block, 3 * rest + block), cut
+
+
+def peak_bytes(needs: Needs, layout: Layout, weights: Sequence[int], *, counts_copies: bool = True) -> tuple[int, ...]:
+    """Return the most that each rank holds in a step, in bytes; activations are not in it.
+
+    Args:
+        weights: relative sizes of slices by rank; of "replicated" only their number counts.
+    """
+    everywhere, cut = resident_bytes(needs, layout, counts_copies=counts_copies)
+    total = sum(weights)
+    return tuple(everywhere + (cut * weight // total if total else 0) for weight in weights)
 
 
 def choose(
@@ -119,6 +133,26 @@ def choose(
         f"the model fits under no layout: {why}; cut into slices, {format_bytes(missing)} are missing on all devices "
         f"together. Add a device with as much memory, take an optimizer that keeps less, or a smaller model."
     )
+
+
+def slices_for(needs: Needs, layout: Layout, rooms: Sequence[Room], *, gone: Collection[int] = ()) -> tuple[int, ...]:
+    """Return relative sizes of slices for these devices, none for ranks that are `gone`.
+
+    Raises:
+        ModelError: they have too little memory together.
+    """
+    free = [-1 if rank in gone else each for rank, each in enumerate(_free(needs, layout, rooms))]
+    _, cut = resident_bytes(needs, layout, counts_copies=True)
+    if (missing := cut - sum(max(0, each) for each in free)) > 0:
+        error = ModelError(
+            f"the devices that are left have {format_bytes(missing)} too few for the model's slices (layout "
+            f"'{layout}'). Let machines join, and start again from the last checkpoint."
+        )
+        error.origin_rank = 0
+        raise error
+    if max(free) <= 0:
+        return tuple([int(rank not in gone) for rank in range(len(rooms))])
+    return _weights(free)
 
 
 def _free(needs: Needs, layout: Layout, rooms: Sequence[Room]) -> list[int]:

@@ -46,6 +46,8 @@ class Boundary:
         """A checkpoint is to be written before the next step."""
         self.stop_agreed = 0
         """Number of the signal because of which all ranks end before the next step; 0: they go on."""
+        self.leavers: tuple[int, ...] = ()
+        """Ranks that leave before the next step, whose slices of the state others take over."""
         self.leave_agreed = False
         """This rank alone ends before the next step, and the others know that one does."""
 
@@ -55,12 +57,13 @@ class Boundary:
             return True
         return self._every_s is not None and self._clock() - self._saved_s >= self._every_s
 
-    def agree(self, *, save: bool, stop: int, leave: bool = False) -> None:
-        """What the votes on a step that was applied have decided; `leave`: some rank leaves, and before it does, what
-        all hold is saved."""
-        self.save_agreed = self.save_agreed or save or leave
+    def agree(self, *, save: bool, stop: int, leavers: Sequence[int] = ()) -> None:
+        """What the votes on a step that was applied have decided; `leavers`: these ranks leave, and before they do,
+        what all hold is saved."""
+        self.save_agreed = self.save_agreed or save or bool(leavers)
         self.stop_agreed = self.stop_agreed or stop
-        self.leave_agreed = self.leave_agreed or (leave and self.stop == signal.SIGTERM)
+        self.leavers = tuple(leavers)
+        self.leave_agreed = self.leave_agreed or (bool(leavers) and self.stop == signal.SIGTERM)
 
     def saved(self) -> None:
         """The checkpoint was written, or could not be; the time to the next one begins."""

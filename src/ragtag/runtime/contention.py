@@ -106,7 +106,7 @@ class Contention:
         ran: dict[int, float] = {}
         try:
             numbers = [int(name) for name in os.listdir(self._tasks)]
-        except OSError:
+        except (OSError, ValueError):
             return
         for number in numbers:
             if number in python:

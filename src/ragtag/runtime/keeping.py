@@ -1,7 +1,8 @@
 """A run that keeps its own checkpoints: it goes on from the newest one, writes more, and ends with one.
 
 The one idea: between two steps nothing is in flight, so rank 0 can write what all ranks hold without a word to them;
-when, the votes have said (`boundary.py`). Only at the end do ranks wait for each other, until it is on disk.
+when, the votes have said (`boundary.py`). Only at the end do ranks wait for each other, until it is on disk; and where
+state is cut into slices, each time, since each has to give its own.
 """
 
 import logging
@@ -9,11 +10,13 @@ import os
 import secrets
 import signal
 import time
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from ragtag.checkpoint.directory import Directory, History, Mark
+from ragtag.checkpoint.parts import Part
 from ragtag.checkpoint.storage import open_storage
-from ragtag.checkpoint.tree import flatten
+from ragtag.checkpoint.tree import flatten_described
 from ragtag.comm import process_exit
 from ragtag.comm.elastic import ElasticGroup
 from ragtag.core.errors import CheckpointError, RagtagError, SettingError
@@ -87,13 +90,14 @@ def begin(run: Run, script: ScriptPosition) -> None:
             )
         return
     directory = Directory(open_storage(config.checkpoint))
-    flatten(state.collect(run, script.state_dict()))  # better now than after ten minutes
+    whole = None if run.sharding is None else run.sharding.whole()
+    flatten_described(state.collect(run, script.state_dict(), whole))  # better now than after ten minutes
     state.on_rank(0, group, "prepare checkpoints", directory.prepare)
     found = resuming.read_newest(run, directory) if config.resume else None
     if found is None:
         run.history = _new_history(run)
         return
-    state.restore(run, found.tree, directory.where(found.mark))
+    state.restore(run, found.tree, directory.where(found.mark), found.parts)
     script.load_state_dict(found.tree["script"], committed=found.tree["committed"], replay=True)
     if group.rank == 0:
         log.info("going on from %s: %d steps are done", directory.where(found.mark), run.committed)
@@ -174,12 +178,13 @@ class Keeping:
         if boundary.stop_agreed:
             self._stop(signal.Signals(boundary.stop_agreed))
         if boundary.save_agreed:
-            if run.group.rank == 0:
-                try:
-                    self._save()
-                except CheckpointError as error:
+            try:
+                self._save()
+            except CheckpointError as error:
+                if run.group.rank == 0:
                     log.warning("step %d: %s Training goes on without this checkpoint.", run.committed, error)
             boundary.saved()
+            run.save_first = False
         if boundary.leave_agreed:
             leave(run, self._signals)
 
@@ -195,35 +200,45 @@ class Keeping:
         """Give the signals back."""
         self._signals.close()
 
-    def _save(self) -> Mark:
-        run, history = self._run, self._run.history
+    def _save(self, *, waits: str = "") -> None:
+        """Write a checkpoint of this step, if there is none yet; see `state.save`."""
+        run, history, mark = self._run, self._run.history, self._mark
         assert history is not None
-        mark = Mark(run=history.run, generation=history.generation + run.generation, step=run.committed)
-        if mark != self._last:
+
+        def write(tree: Any, parts: Iterable[Part]) -> None:
+            if mark == self._last:
+                return
             run.group.note(run.committed, f"writing the checkpoint {mark.name}")
             began_s = time.monotonic()
-            tree = state.collect(run, self._script.state_dict())
             keep = run.config.checkpoint_keep
-            self._directory.save(mark, tree, keep=keep, bad=history.bad, confirm=run.group.confirm)
+            self._directory.save(mark, tree, parts=parts, keep=keep, bad=history.bad, confirm=run.group.confirm)
             self._last = mark
             if isinstance(run.group, ElasticGroup):
                 run.group.checkpointed(run.committed, self._directory.where(mark))
             run.recorder.saved(run.committed, self._directory.where(mark), time.monotonic() - began_s)
             log.info("step %d: saved %s", run.committed, self._directory.where(mark))
-        return mark
+
+        state.save(run, self._script.state_dict(), write, waits=waits)
+
+    @property
+    def _mark(self) -> Mark:
+        """Of a checkpoint of this step."""
+        run, history = self._run, self._run.history
+        assert history is not None
+        return Mark(run=history.run, generation=history.generation + run.generation, step=run.committed)
 
     def _stop(self, number: signal.Signals) -> None:
         run, group = self._run, self._run.group
         self._signals.reached_boundary()
         group.note(run.committed, "waiting for the last checkpoint")
         try:
-            mark = state.on_rank(0, group, "last checkpoint", self._save)
-            if mark is not None:
+            self._save(waits="last checkpoint")
+            if group.rank == 0:
                 log.warning(
                     "stopped by %s after step %d, which is saved in %s; the same command goes on from there.",
                     number.name,
                     run.committed,
-                    self._directory.where(mark),
+                    self._directory.where(self._mark),
                 )
         except CheckpointError as error:
             if group.rank == 0:

@@ -16,6 +16,7 @@ from ragtag.comm.device_sum import nccl_sum, require_nccl
 from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.group import Group, raise_failure
 from ragtag.control.controller import Controller
+from ragtag.control.layout import Chosen
 from ragtag.control.proposal import Limits
 from ragtag.control.sharing import Start, choose_unit, initial_plan
 from ragtag.core.config import Config
@@ -40,7 +41,7 @@ from ragtag.runtime.zero.choosing import choose_layout
 from ragtag.runtime.zero.elementwise import check_elementwise
 from ragtag.runtime.zero.schedule import Noted
 from ragtag.runtime.zero.sharding import Sharding
-from ragtag.runtime.zero.trying import agree_on_schedule
+from ragtag.runtime.zero.trying import agree_on_schedule, take_schedule
 
 log = logging.getLogger("ragtag")
 
@@ -130,7 +131,11 @@ def prepare(
         log.warning("rank %d: %s", group.rank, precision_reason)
     collate = settings.collate_fn or default_collate
     memory: MemoryLimit = emulator.memory if emulator else NoMemoryLimit()
-    layout = choose_layout(model, optimizer, group, config, memory, device)
+    told: Any = group.gather("layout", None)[0] if newcomer else {}
+    if newcomer:
+        layout = Chosen(name=told["name"], weights=(1,) * group.world_size if told["name"] != "replicated" else ())
+    else:
+        layout = choose_layout(model, optimizer, group, config, memory, device)
     sharding = None
     if layout.name != "replicated":
         check_elementwise(optimizer, layout.name)
@@ -159,7 +164,10 @@ def prepare(
             rounds=rounds,
         )
     if sharding is not None and rounds is not None:
-        agree_on_schedule(rounds, noted, group, gathers=sharding.gathers)
+        if newcomer:
+            take_schedule(rounds, told["round"], gathers=sharding.gathers)
+        else:
+            agree_on_schedule(rounds, noted, group, gathers=sharding.gathers)
     unit, unit_reason = _unit(nature, config, sampler)
     by_unit = config.unit is not None or not nature.separable
     start = Start() if newcomer else _start_of_all(start, group)
@@ -215,6 +223,7 @@ def prepare(
         exposed=Stopwatch(device),
         controller=controller,
         sharding=sharding,
+        is_new=newcomer,
         pace=pace,
         memory=memory,
     )

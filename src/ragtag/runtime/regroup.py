@@ -28,6 +28,7 @@ from ragtag.runtime.names import named_parameters
 from ragtag.runtime.run import Run
 from ragtag.runtime.settling import Settling
 from ragtag.runtime.step import apply
+from ragtag.runtime.zero import moving
 
 log = logging.getLogger("ragtag")
 
@@ -100,6 +101,7 @@ def enter(run: Run, go: Go, script: Mapping[str, Any], mine: Brought) -> None:
     newcomers = group.world_size > go.num_veterans
     if newcomers:
         group.gather("fingerprint", run.fingerprint)
+        group.gather("layout", {"name": run.plan.layout, "round": run.round_told})
         group.gather("nature", msgspec.to_builtins(run.nature))
     follow(run, go, mine)
     if newcomers:
@@ -118,6 +120,8 @@ def follow(run: Run, go: Go, mine: Brought) -> None:
     """Make the new generation's plan and start its controller, the same on every rank."""
     brought = bring(run.group, mine)
     plan, memory = plan_of(run, brought, _what_happened(go)), memory_of(brought)
+    if run.sharding is not None:
+        plan = msgspec.structs.replace(plan, layout=run.sharding.layout, slices=moving.settle(run))
     controller = None
     if run.follows and run.group.world_size > 1:
         controller = Controller(plan, Limits(micro_batch=run.config.micro_batch, memory=memory or None))
@@ -179,7 +183,7 @@ def send_state(run: Run, script: Mapping[str, Any], group: Group) -> None:
     tree = None
     if group.rank == 0:
         tree = {
-            **state.collect(run, script),
+            **(state.collect(run, script) if run.sharding is None else moving.rest_of(run, script)),
             **{name: getattr(run, name) for name in _COUNTERS},
             "trained": [name for name, parameter in named_parameters(run.model) if parameter.requires_grad],
             "training": [name for name, module in run.model.named_modules() if module.training],
@@ -191,8 +195,11 @@ def receive_state(run: Run, group: ElasticGroup) -> Mapping[str, Any]:
     """A newcomer's part: take rank 0's state; return where the script is."""
     tree = state.broadcast_tree(None, group, "state for newcomers")
     source = f"rank 0 ({group.hosts[0]})"
-    state.check(run, tree, source)
-    state.restore(run, tree, source)
+    if run.sharding is None:
+        state.check(run, tree, source)
+        state.restore(run, tree, source)
+    else:
+        moving.take_rest(run, tree)
     for name in _COUNTERS:
         setattr(run, name, tree[name])
     run.history = msgspec.convert(tree["history"], History | None)

@@ -6,13 +6,15 @@ each other what they see, and then all of them know, without another word, who i
 
 import logging
 import os
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from ragtag.checkpoint.directory import Directory, Mark, View, candidates, run_to_continue
-from ragtag.checkpoint.file import load_outline
+from ragtag.checkpoint.file import SavedFile, load_outline
+from ragtag.checkpoint.parts import Part
 from ragtag.checkpoint.storage import is_remote, split
 from ragtag.comm.group import Group
 from ragtag.core.errors import CheckpointError
@@ -27,14 +29,17 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     mark: Mark
     tree: Any
+    parts: Any
+    """What `state.restore` takes besides the tree: an iterable of `Part`."""
     newest_generation: int
     """Of any checkpoint of that run, whether it could be read or not."""
     bad: tuple[Mark, ...] = ()
     """Newer ones, which could not be read."""
 
 
-def read_file(run: Run, path: str | os.PathLike[str]) -> Any:
-    """Return the checked tree in `path`, on every rank, from the lowest rank whose file of that name is the newest.
+def read_file(run: Run, path: str | os.PathLike[str]) -> tuple[Any, Iterable[Part]]:
+    """Return the checked tree in `path`, on every rank, from the lowest rank whose file of that name is the newest; and
+    what `state.restore` takes besides.
 
     Raises:
         CheckpointError: on every rank alike: no rank has it, or what was found is damaged or of another run.
@@ -50,12 +55,44 @@ def read_file(run: Run, path: str | os.PathLike[str]) -> Any:
 
     def read() -> Any:
         storage, name = split(path)
-        tree = storage.load(name)
-        state.check(run, tree, str(path))
-        return tree
+        content = _content(run, lambda: storage.load(name), lambda: storage.open(name))
+        _checked(run, content, str(path))
+        return content
 
-    tree = state.on_rank(rank, group, "read", read)
-    return state.broadcast_tree(tree, group, "loaded values", source=rank)
+    content = state.on_rank(rank, group, "read", read)
+    return _of_all(run, content, "loaded values", rank)
+
+
+def _content(run: Run, load: Callable[[], Any], open_file: Callable[[], SavedFile]) -> Any:
+    """The tree in a file; or, where no rank is to hold all of it, the file, open and undamaged."""
+    if run.sharding is None:
+        return load()
+    saved = open_file()
+    try:
+        saved.check()
+    except BaseException:
+        saved.close()
+        raise
+    return saved
+
+
+def _checked(run: Run, content: Any, source: str) -> None:
+    """Raise CheckpointError if `content` is of another model, optimizer or run."""
+    if not isinstance(content, SavedFile):
+        state.check(run, content, source)
+        return
+    try:
+        state.check(run, content.tree, source)
+    except BaseException:
+        content.close()
+        raise
+
+
+def _of_all(run: Run, content: Any, name: str, source: int) -> tuple[Any, Iterable[Part]]:
+    """The tree that rank `source` has, on every rank, and its parts, where it comes in parts; a call of the group."""
+    if run.sharding is None:
+        return state.broadcast_tree(content, run.group, name, source=source), ()
+    return state.streamed(content, run.group, name, source)
 
 
 def _seen(group: Group, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -91,16 +128,18 @@ def read_newest(run: Run, directory: Directory) -> Found | None:
     generations = [mark.generation for mark in (*pointers, *(mark for mark, _ in chosen))]
     refusals: dict[Mark, str] = {}
     for mark, rank in chosen:
-        tree, refusal = _read_on(rank, group, directory, mark)
+        content, refusal = _read_on(rank, run, directory, mark)
         if refusal is not None:
             refusals[mark] = refusal
             if group.rank == rank:
                 log.warning("%s Looking for another one.", refusal)
             continue
-        state.on_rank(rank, group, "check", partial(_check, run, tree, directory, mark))
+        state.on_rank(rank, group, "check", partial(_check, run, content, directory, mark))
+        tree, parts = _of_all(run, content, "state to go on from", rank)
         return Found(
             mark=mark,
-            tree=state.broadcast_tree(tree, group, "state to go on from", source=rank),
+            tree=tree,
+            parts=parts,
             newest_generation=max(generations),
             bad=tuple(refusals),
         )
@@ -112,19 +151,19 @@ def read_newest(run: Run, directory: Directory) -> Found | None:
     )
 
 
-def _read_on(rank: int, group: Group, directory: Directory, mark: Mark) -> tuple[Any, str | None]:
-    tree = refusal = None
-    if group.rank == rank:
+def _read_on(rank: int, run: Run, directory: Directory, mark: Mark) -> tuple[Any, str | None]:
+    content = refusal = None
+    if run.group.rank == rank:
         try:
-            tree = directory.load(mark)
+            content = _content(run, lambda: directory.load(mark), lambda: directory.open(mark))
         except CheckpointError as error:
             refusal = str(error)
-    return tree, group.gather(f"reading {mark.name}", refusal)[rank]
+    return content, run.group.gather(f"reading {mark.name}", refusal)[rank]
 
 
-def _check(run: Run, tree: Any, directory: Directory, mark: Mark) -> None:
+def _check(run: Run, content: Any, directory: Directory, mark: Mark) -> None:
     try:
-        state.check(run, tree, directory.where(mark))
+        _checked(run, content, directory.where(mark))
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} The directory {directory.address} is that run's: give this one another, with "

@@ -93,6 +93,10 @@ class Run:
     """What is done between two steps."""
     sharding: Sharding | None = None
     """What is cut into slices; None: every rank holds all of the model's state."""
+    is_new: bool = False
+    """This rank has joined, and has nothing yet of what the others have."""
+    save_first: bool = False
+    """A checkpoint is due before the first step."""
     history: History | None = None
     """Under which names its checkpoints are kept; None: none are."""
     committed: int = 0
@@ -188,6 +192,12 @@ class Run:
     def in_rounds(self) -> bool:
         """Whether every micro-batch is one of all ranks."""
         return self.sharding is not None and self.sharding.in_rounds
+
+    @property
+    def round_told(self) -> list[Any]:
+        """The round that all ranks go by; empty where there are none."""
+        rounds = None if self.sharding is None else self.sharding.rounds
+        return [] if rounds is None else rounds.told
 
     @property
     def wants_regroup(self) -> bool:

@@ -1,22 +1,29 @@
 """Everything that has to survive: gathered into one plain tree, put back from one, and sent from one rank to the
 others.
 
-The tree names nothing of the cluster or the plan, so it can be read by any number of ranks under any split.
+The tree names nothing of the cluster or the plan, so it can be read by any number of ranks under any split and any
+layout. Where state is cut into slices, the tree says what there is, and the tensors follow part by part: no rank ever
+has room for all of them.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
-from ragtag.checkpoint.tree import flatten, unflatten
+from ragtag.checkpoint.file import SavedFile
+from ragtag.checkpoint.parts import Described, Part, batches
+from ragtag.checkpoint.tree import filled, flatten, flatten_described, unflatten
 from ragtag.comm.group import Group
-from ragtag.core.errors import CheckpointError
+from ragtag.core.errors import CheckpointError, PeerError
 from ragtag.runtime.names import named_parameters, plain_name
 from ragtag.runtime.out_of_memory import ran_out_of_memory
 from ragtag.runtime.run import Run
+from ragtag.runtime.zero.loading import Loading
+from ragtag.runtime.zero.sharding import Sharding
+from ragtag.runtime.zero.whole import Whole
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -35,22 +42,31 @@ def identity(run: Run) -> dict[str, Any]:
     }
 
 
-def collect(run: Run, script: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of a run's state at a step boundary."""
+def collect(run: Run, script: Mapping[str, Any], whole: Whole | None = None) -> dict[str, Any]:
+    """The tree of a run's state at a step boundary.
+
+    Args:
+        whole: what is cut into slices, where something is; described in the tree, its parts to follow.
+
+    Raises:
+        CheckpointError: a module's state_dict computes something from parameters that are not here.
+    """
+    parameters = {} if whole is None else whole.parameters
+    model = _module_state(run.model, run.sharding, parameters)
     return {
         "schema": SCHEMA,
         "identity": identity(run),
         "committed": run.committed,
         "script": dict(script),
-        "model": _model_state(run.model),
+        "model": {plain_name(name): value for name, value in model.items()},
         # Those that are not part of the state_dict (persistent=False) too: forward changes them.
         "buffers": dict(zip(run.buffers.names, run.buffers.values())),
-        "optimizer": run.optimizer.state_dict(),
+        "optimizer": run.optimizer.state_dict() if whole is None else whole.optimizer,
         "optimizer_class": type(run.optimizer).__name__,
         "optimizer_parameters": _optimizer_parameters(run),
         "scheduler": None if run.scheduler is None else plain_scheduler(run.scheduler.state_dict()),
         "loss_scale": run.loss_scale.state_dict(),
-        "state": {name: item.state_dict() for name, item in run.state.items()},
+        "state": {name: _module_state(item, run.sharding, parameters) for name, item in run.state.items()},
         "history": None if run.history is None else msgspec.to_builtins(run.history),
     }
 
@@ -71,7 +87,8 @@ def check(run: Run, tree: Any, source: str) -> None:
             f"{source} was saved with {tree['optimizer_class']}, this run uses "
             f"{type(run.optimizer).__name__}. Use the same."
         )
-    _check_tensors(_model_state(run.model), tree["model"], source)
+    own = {plain_name(name): value for name, value in _state_dict(run.model, run.sharding).items()}
+    _check_tensors(own, tree["model"], source)
     _check_tensors(dict(zip(run.buffers.names, run.buffers.values())), tree["buffers"], source)
     if (tree["scheduler"] is not None) != (run.scheduler is not None):
         with_or_without = "without" if tree["scheduler"] is None else "with"
@@ -85,25 +102,39 @@ def check(run: Run, tree: Any, source: str) -> None:
         )
 
 
-def restore(run: Run, tree: Any, source: str) -> None:
-    """Put a collected and checked tree back."""
-    part = "model"
+def restore(run: Run, tree: Any, source: str, parts: Iterable[Part] = ()) -> None:
+    """Put a collected and checked tree back; where state is cut, a call of the group.
+
+    Args:
+        parts: all tensors, where state is cut: the tree describes them only.
+    """
+    part, sharding = "model", run.sharding
     try:
-        run.model.load_state_dict({name: tree["model"][plain_name(name)] for name in run.model.state_dict()})
+        loading: Loading | None = None
+        if sharding is not None:
+            loading, tree = _take(run, sharding, tree, parts)
+        names = _state_dict(run.model, sharding)
+        _load_module(run.model, {name: tree["model"][plain_name(name)] for name in names}, sharding)
         with torch.no_grad():
             for name, buffer in zip(run.buffers.names, run.buffers.values()):
                 buffer.copy_(tree["buffers"][name])
         part = "optimizer"
-        run.optimizer.load_state_dict(tree["optimizer"])
+        if loading is None:
+            run.optimizer.load_state_dict(tree["optimizer"])
+        else:
+            loading.finish(tree["optimizer"])
         part = "scheduler"
         if run.scheduler is not None:
             run.scheduler.load_state_dict(tree["scheduler"])
         run.loss_scale.load_state_dict(tree["loss_scale"])
         for name, item in run.state.items():
             part = f"state[{name!r}]"
-            item.load_state_dict(placed_like(item.state_dict(), tree["state"][name]))
+            if _sliced(item, sharding):
+                _load_module(item, tree["state"][name], sharding)
+            else:
+                item.load_state_dict(placed_like(item.state_dict(), tree["state"][name]))
     except Exception as error:
-        if ran_out_of_memory(error):
+        if isinstance(error, PeerError) or ran_out_of_memory(error):
             raise  # and whose memory it is, is said by whoever knows
         raise CheckpointError(
             f"{part} did not take its state from {source}: {type(error).__name__}: {error}. What came before it is "
@@ -111,6 +142,86 @@ def restore(run: Run, tree: Any, source: str) -> None:
         ) from error
     run.jump_to(tree["committed"])
     run.non_finite_steps = 0
+
+
+def _take(run: Run, sharding: Sharding, tree: Any, parts: Iterable[Part]) -> tuple[Loading, Any]:
+    """Keep this rank's slices of what comes, and return the tree with everything that is not cut."""
+    model = {name: tree["model"][plain_name(name)] for name in _state_dict(run.model, sharding)}
+    sliced = _sliced(run.model, sharding)
+    loading = sharding.loading({number: model[name] for name, number in sliced.items()}, tree["optimizer"])
+    objects = []
+    for name, item in run.state.items():
+        cut, saved = _sliced(item, sharding), tree["state"][name]
+        objects.append({key: value for key, value in saved.items() if key not in cut} if cut else saved)
+    _, described = flatten_described({**tree, "state": objects})
+    _, of_objects = flatten_described(objects)
+    wanted = {each for each in described.values() if isinstance(each, Described) and not loading.cuts(each)}
+    wanted |= {each for each in of_objects.values() if isinstance(each, Described)}
+    whole = {each: each.empty() for each in wanted}
+    for each in parts:
+        loading.take(each)
+        if each.of in whole:
+            whole[each.of].view(-1)[each.first : each.first + each.values.numel()].copy_(each.values)
+    return loading, filled(tree, whole)
+
+
+def save(run: Run, script: Mapping[str, Any], write: Callable[[Any, Iterable[Part]], None], *, waits: str = "") -> None:
+    """Let rank 0 write what all ranks have, while nothing is in flight.
+
+    Where every rank holds all of the state, the others have nothing to do with it, and are told how it went only where
+    they wait for it. Where it is cut, this is a call of the group.
+
+    Args:
+        write: called on rank 0 with the tree and, where it is described only, its parts.
+        waits: as what all ranks wait for the end of writing; empty: nobody waits, if nobody has to.
+
+    Raises:
+        CheckpointError: of `write`; on every rank alike where they wait, or state is cut. Training can go on.
+    """
+    group, error = run.group, None
+    whole = None if run.sharding is None else run.sharding.whole()
+    together = waits or whole is not None
+    if group.rank == 0:
+        try:
+            write(collect(run, script, whole), () if whole is None else whole.parts)
+        except CheckpointError as own:
+            if not together:
+                raise
+            error = own
+    elif whole is not None:
+        group.note(run.committed, "giving its slices to rank 0, which saves")
+    for _ in () if whole is None else whole.parts:
+        pass  # other ranks give what they have; rank 0 comes here with some left where it could not write
+    if together:
+        _tell(0, group, waits or "saved", error)
+
+
+def streamed(saved: SavedFile | None, group: Group, name: str, source: int) -> tuple[Any, Iterator[Part]]:
+    """Return the tree in a file that rank `source` has open, its tensors described, and what gives their parts, on
+    every rank. A call of the group, as is going through the parts, at the end of which the file is closed."""
+    told: list[Any] = []
+    if saved is not None:
+        shapes = [[key, each.shape, str(each.dtype).removeprefix("torch.")] for key, each in saved.described.items()]
+        told = [saved.skeleton, shapes]
+    skeleton, shapes = group.gather(name, told)[source]
+    described = {key: Described(shape, getattr(torch, dtype)) for key, shape, dtype in shapes}
+
+    def parts() -> Iterator[Part]:
+        read = iter(()) if saved is None else saved.parts()
+        try:
+            for batch in batches(described):
+                if saved is not None:
+                    values = [next(read).values for _ in batch]
+                else:
+                    values = [torch.empty(last - first, dtype=described[key].dtype) for key, first, last in batch]
+                group.broadcast(values, source=source)
+                for (key, first, _), each in zip(batch, values):
+                    yield Part(described[key], first, each)
+        finally:
+            if saved is not None:
+                saved.close()
+
+    return unflatten(skeleton, described), parts()
 
 
 def on_rank(rank: int, group: Group, name: str, action: Callable[[], T]) -> T | None:
@@ -121,12 +232,17 @@ def on_rank(rank: int, group: Group, name: str, action: Callable[[], T]) -> T | 
             value = action()
         except CheckpointError as own:
             error = own
+    _tell(rank, group, name, error)
+    return value
+
+
+def _tell(rank: int, group: Group, name: str, error: CheckpointError | None) -> None:
+    """Raise on every rank the `error` that one has, if it has any."""
     refusal = group.gather(name, None if error is None else str(error))[rank]
     if refusal is not None:
         error = error or CheckpointError(refusal)
         error.origin_rank = rank
         raise error
-    return value
 
 
 def placed_like(current: Any, saved: Any) -> Any:
@@ -160,11 +276,51 @@ def broadcast_tree(tree: Any, group: Group, name: str, source: int = 0) -> Any:
     return tree if group.rank == source else unflatten(skeleton, dict(zip(tensors, hosted)))
 
 
-def _model_state(model: torch.nn.Module) -> dict[str, Any]:
-    return {plain_name(name): value for name, value in model.state_dict().items()}
+def _state_dict(item: Any, sharding: Sharding | None) -> Mapping[str, Any]:
+    """What `item` has to save; of parameters that lie in slices, names and shapes only."""
+    if sharding is None or not isinstance(item, torch.nn.Module):
+        return item.state_dict()
+    with sharding.reading():
+        return item.state_dict(keep_vars=True)
+
+
+def _sliced(item: Any, sharding: Sharding | None) -> dict[str, int]:
+    """By name in its `state_dict`, the numbers of the parameters that `item` has of those which are cut."""
+    if sharding is None or not isinstance(item, torch.nn.Module):
+        return {}
+    known = sharding.number_of
+    return {name: known[id(each)] for name, each in _state_dict(item, sharding).items() if id(each) in known}
+
+
+def _module_state(item: Any, sharding: Sharding | None, parameters: Mapping[int, Described]) -> Mapping[str, Any]:
+    """What `item` has to save, with what is described of parameters in their place."""
+    own = _state_dict(item, sharding)
+    if not parameters or not isinstance(item, torch.nn.Module):
+        return own
+    sliced = _sliced(item, sharding)
+    kept = {id(each) for each in (*item.parameters(), *item.buffers())}
+    for name, value in own.items():
+        # Where parameters are not, not-a-number is.
+        if isinstance(value, torch.Tensor) and id(value) not in kept and bool(value.isnan().any()):
+            raise CheckpointError(
+                f"the state_dict of {type(item).__name__} computes '{name}' from parameters, which with layout 'zero3' "
+                f"lie in slices on all ranks. Let it give the parameters themselves, or take Config(layout='zero2')."
+            )
+    return type(own)((name, parameters[sliced[name]] if name in sliced else value) for name, value in own.items())  # type: ignore[call-arg]
+
+
+def _load_module(module: Any, saved: Mapping[str, Any], sharding: Sharding | None) -> None:
+    """Give a module what was saved of it; of parameters that are cut, each rank has its slices already."""
+    sliced = _sliced(module, sharding)
+    if not sliced:
+        module.load_state_dict(saved)
+    elif rest := {name: value for name, value in saved.items() if name not in sliced}:
+        module.load_state_dict(rest, strict=False)
 
 
 def _optimizer_parameters(run: Run) -> list[list[str]]:
+    if run.sharding is not None:
+        return [[run.sharding.names[number] for number in numbers] for numbers in run.sharding.optimizer.groups]
     names = {id(parameter): name for name, parameter in named_parameters(run.model)}
     return [[names[id(parameter)] for parameter in group["params"]] for group in run.optimizer.param_groups]
 
@@ -173,9 +329,9 @@ def _check_tensors(own: Mapping[str, Any], saved: Mapping[str, Any], source: str
     for name, tensor in own.items():
         if name not in saved:
             raise CheckpointError(f"{source} is of another model: it has no '{name}'.")
-        if not (isinstance(tensor, torch.Tensor) and isinstance(saved[name], torch.Tensor)):
+        if not (isinstance(tensor, torch.Tensor) and isinstance(saved[name], torch.Tensor | Described)):
             continue
-        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+        if tuple(saved[name].shape) != tensor.shape or saved[name].dtype != tensor.dtype:
             raise CheckpointError(
                 f"{source} is of another model: '{name}' is {tuple(saved[name].shape)} {saved[name].dtype} there, "
                 f"{tuple(tensor.shape)} {tensor.dtype} here."

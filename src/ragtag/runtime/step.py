@@ -5,6 +5,7 @@ backward still runs, vote, and only then touch the parameters.
 """
 
 import math
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,10 +47,11 @@ def run_step(run: Run, number: int, cover: Cover) -> StepReport:
         return report
     run.pace.step(number)
     settling = cover.settled(number)
-    if settling is None and run.resuming:
+    if settling is None and run.resuming and not run.in_rounds:  # in rounds, nothing of a step is one rank's own
         settling = resumed(run, number)
     elif settling is None:
         # 1. Own work: the sum of losses and gradients over the units the ledger says are ours.
+        run.resuming = False
         settling = Settling(run, number)
         cover.begin_step(number)
         run.prefetch(number)
@@ -160,7 +162,7 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
         state = f"the state that {type(run.optimizer).__name__} keeps, or what its step {number} needs,"
         with run.pace.optimizer(), memory_explained(run.group, run.device, state, _LESS_STATE), run.memory.update():
             run.optimizer.step()
-        if run.sharding is not None:
+        if run.sharding is not None and not late:  # else a new cut is about to be made, of what this rank has
             run.sharding.updated()
         with run.pace.fixed():
             run.step_scheduler(outcome.loss_total / outcome.weight)
@@ -171,7 +173,8 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
     if run.in_hand is settling:
         run.in_hand = None
     stop, leave = what_signals_ask([ballot.stop for ballot in ballots], elastic=run.group.elastic)
-    run.boundary.agree(save=outcome.save, stop=stop, leave=leave)
+    leavers = [rank for rank, ballot in enumerate(ballots) if ballot.stop == signal.SIGTERM] if leave else []
+    run.boundary.agree(save=outcome.save, stop=stop, leavers=leavers)
     if isinstance(run.group, ElasticGroup):
         run.applied_digest = settling.held_digest
         run.group.applied(run.num_applied, run.applied_digest)

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch
 
 from ragtag import __version__
 from ragtag.checkpoint.directory import History
+from ragtag.checkpoint.parts import Part
 from ragtag.checkpoint.storage import split
 from ragtag.comm import process_exit
 from ragtag.comm.elastic import ElasticGroup
@@ -48,6 +49,7 @@ from ragtag.runtime.script import ScriptPosition
 from ragtag.runtime.stand_in import Cover, NoCover, StandIn
 from ragtag.runtime.step import run_step
 from ragtag.runtime.stop_signals import Stopped
+from ragtag.runtime.zero.moving import hand_over
 
 log = logging.getLogger("ragtag")
 T = TypeVar("T")
@@ -152,6 +154,7 @@ class Trainer:
             with self._failure_reaches_all("looking for checkpoints"):
                 keeping.begin(self._run, self._script)
         self._keeper = keeping.keeper(self._run, self._script)
+        self._run.boundary.save_agreed = self._run.save_first
         self._cover = self._make_cover()
         self._run.recorder = recorder(config, self._group, () if emulator is None else emulator.devices)
         self._run.recorder.began(self._run, sys.argv[0])
@@ -172,6 +175,8 @@ class Trainer:
                     else:
                         keeping.begin(began, self._script)
                         began.num_applied = began.committed
+                        # What goes with a rank that is lost, must be somewhere from the beginning.
+                        began.save_first = began.sharding is not None and began.history is not None
                     run = began
                 else:
                     regrouping.enter(run, go, self._script.state_dict(), mine)
@@ -285,7 +290,14 @@ class Trainer:
 
     def _between_steps(self) -> None:
         with self._failure_reaches_all("keeping a checkpoint"):
+            if self._run.boundary.leavers:
+                self._across_generations(self._hand_over, in_call="handing over")
             self._across_generations(self._keeper.at_boundary, in_call="saving")
+
+    def _hand_over(self) -> None:
+        leavers, self._run.boundary.leavers = self._run.boundary.leavers, ()
+        if leavers:  # else a generation has ended meanwhile, and the next one has seen to it
+            hand_over(self._run, leavers)
 
     def evaluate(self, dataset: Any, metric_fn: Callable[[torch.nn.Module, Any], Any]) -> Evaluation:
         """Mean of `metric_fn` over a whole dataset, in evaluation mode, equal on every rank and for any number of
@@ -330,6 +342,7 @@ class Trainer:
                     name=f"evaluation after step {run.committed}",
                     memory=run.memory,
                     pieces=self._eval_pieces,
+                    rounds=None if run.sharding is None or not run.sharding.gathers else run.sharding.rounds,
                 )
                 return json.dumps(evaluation.to_state())
 
@@ -359,12 +372,12 @@ class Trainer:
         if self._script.catching_up:
             return
 
-        def write() -> None:
+        def write(tree: Any, parts: Iterable[Part]) -> None:
             storage, name = split(path)
-            storage.save(name, state.collect(self._run, self._script.state_dict()), self._group.confirm)
+            storage.save(name, tree, self._group.confirm, parts=parts)
 
         def call() -> None:
-            state.on_rank(0, self._group, "save", write)
+            state.save(self._run, self._script.state_dict(), write, waits="save")
 
         began_s = time.monotonic()
         with self._failure_reaches_all(f"saving {path}"):
@@ -389,17 +402,18 @@ class Trainer:
         if self._script.catching_up:
             return
         tree: Any = None
+        parts: Iterable[Part] = ()
         history: History | None = None
 
         def call() -> None:
-            nonlocal tree, history
-            tree, history = read_file(self._run, path), self._keeper.next_history()
+            nonlocal tree, parts, history
+            (tree, parts), history = read_file(self._run, path), self._keeper.next_history()
             if self._group.elastic:
                 self._group.barrier("loading")  # from here on everybody has it, whoever is lost
 
         with self._failure_reaches_all(f"loading {path}"):
             self._or_refused(call, "loading")
-            state.restore(self._run, tree, str(path))
+            state.restore(self._run, tree, str(path), parts)
             self._script.load_state_dict(tree["script"], committed=tree["committed"], replay=replay)
             self._keeper.loaded(history)
         if self._group.rank == 0:

@@ -81,9 +81,9 @@ class VitalsThread:
         before_s = time.monotonic()
         while not self._ending.wait(self._every_s):
             now_s = time.monotonic()
-            self._look_around(now_s - before_s)
-            before_s = now_s
+            elapsed_s, before_s = now_s - before_s, now_s
             try:
+                self._look_around(elapsed_s)
                 look = look or self._sensor()
                 self.latest = look()
             except Exception:  # whatever a driver makes of it: nothing is known, and the run goes on

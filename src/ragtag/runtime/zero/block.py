@@ -15,6 +15,8 @@ class SummedFlat:
         half = flat.dtype in (torch.float16, torch.bfloat16)
         self._dtype = torch.float32 if half else flat.dtype
         self.sum: torch.Tensor | None = None
+        self._now = object()
+        """Changes with each sum: what comes late, of one that was given up, is not added to another."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -24,6 +26,7 @@ class SummedFlat:
     def begin(self) -> None:
         """Forget the sum."""
         self.sum = None
+        self._now = object()
         for piece in self.flat.pieces:
             piece.parameter.grad = None
 
@@ -40,8 +43,12 @@ class SummedFlat:
     def adding(self, content: torch.Tensor) -> Callable[[], None]:
         """Return what adds this rank's slice of the reduced `content`."""
 
+        begun = self._now
+
         @torch.no_grad()
         def add() -> None:
+            if begun is not self._now:
+                return
             own = content[self.flat.start : self.flat.stop]
             if self.sum is None:
                 self.sum = own.clone()

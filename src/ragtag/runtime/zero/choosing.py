@@ -27,17 +27,13 @@ def choose_layout(
     """Return the layout, the same on every rank; a call of the group.
 
     Raises:
-        SettingError: a layout is pinned that ranks which come and go cannot have.
+        SettingError: sizes of slices are pinned for ranks that come and go.
         ModelError: the model fits under no layout, or not under the one that is pinned.
     """
-    if group.elastic:  # who comes and goes would take slices along
-        if config.layout not in ("auto", "replicated"):
-            raise SettingError(
-                f"layout = '{config.layout}' needs a fixed number of workers: ragtag launch --fixed, or torchrun."
-            )
+    if group.world_size == 1 and not group.elastic:
         return Chosen()
-    if group.world_size == 1:
-        return Chosen()
+    if group.elastic and config.slices is not None:
+        raise SettingError("slices are for a fixed number of ranks; with ragtag launch, add --fixed.")
     own = Room(capacity_bytes=capacity_bytes(group, memory, device), counts_copies=not isinstance(memory, MemoryCap))
     rooms = [msgspec.convert(each, Room) for each in group.gather("memory", msgspec.to_builtins(own))]
     return choose(
@@ -60,8 +56,8 @@ def needs_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Needs:
         parameter_bytes=whole,
         gradient_bytes=sum(p.numel() * max(4, p.element_size()) for p in trained),
         optimizer_bytes=round(state_tensors_per_element(optimizer) * sum(p.nbytes for p in trained)),
-        largest_block_bytes=max(block_bytes, default=whole),
-        rest_bytes=max(0, whole - sum(block_bytes)) if blocks else 0,
+        largest_block_bytes=max(block_bytes, default=0),
+        rest_bytes=max(0, whole - sum(block_bytes)),
     )
 
 

@@ -126,10 +126,11 @@ class Flat:
         """Cut anew, from all of its `content`; this rank is `rank` from now on."""
         self._rank = rank
         self._cut(weights)
-        if self.whole:
-            self.full.copy_(content)
-            content = self.full
-        self._take_own(content.to(self.full.device))
+        content = content.to(self.full.device)
+        if self.whole:  # in other memory: a generation that was left may still write into the old one
+            self.full = content
+            self._point(present=True)
+        self._take_own(content)
 
     def _point(self, *, present: bool) -> None:
         # Never at memory that was given up: a reader there would end the process. Graphs hold views of the same

@@ -4,13 +4,14 @@ The one idea: only the parameters in its groups are replaced. What it keeps for 
 (and is cut, moved and put together with it) or one number for all of a parameter, such as a count of steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ragtag.checkpoint.parts import Described
 from ragtag.core.errors import ModelError
-from ragtag.runtime.zero.flats import Piece
+from ragtag.runtime.zero.flats import Member, Piece
 
 PieceState = dict[str, Any]
 """What an optimizer keeps of one parameter."""
@@ -43,8 +44,9 @@ class PieceOptimizer:
         for group, indices in zip(self.optimizer.param_groups, self.groups):
             group["params"] = [self._pieces[index].parameter for index in indices if index in self._pieces]
         self.optimizer.state.clear()
+        named = kept_by_element(self._whole.values())
         for index, piece in self._pieces.items():
-            known = self._cut(self._whole.get(index, {}), piece) if states is None else states.get(index, {})
+            known = self._cut(self._whole.get(index, {}), piece, named) if states is None else states.get(index, {})
             if known:
                 self.optimizer.state[piece.parameter] = known
         self._whole = {}
@@ -59,35 +61,79 @@ class PieceOptimizer:
         piece = self._pieces[index]
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == piece.parameter.numel()
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the state of whole parameters, as `state_dict` of the optimizer over them gives it."""
+    def state_dict(self, states: Mapping[int, PieceState]) -> dict[str, Any]:
+        """Return the optimizer's `state_dict` as over whole parameters, of which `states` is kept, by parameter."""
+        numbers: dict[int, int] = {}
+        groups = []
+        for saved, indices in zip(self.optimizer.state_dict()["param_groups"], self.groups):
+            for index in indices:
+                numbers.setdefault(index, len(numbers))
+            groups.append({**saved, "params": [numbers[index] for index in indices]})
+        ordered = {numbers[index]: states[index] for index in sorted(states, key=lambda each: numbers[each])}
+        return {"state": ordered, "param_groups": groups}
+
+    def states_in(self, state_dict: Mapping[str, Any]) -> dict[int, PieceState]:
+        """Return by parameter what is kept in a `state_dict` as over whole parameters."""
+        found: dict[int, PieceState] = {}
+        for saved, indices in zip(state_dict["param_groups"], self.groups, strict=True):
+            for number, index in zip(saved["params"], indices, strict=True):
+                if state := state_dict["state"].get(number):
+                    found[index] = state
+        return found
+
+    def load(self, param_groups: Sequence[Mapping[str, Any]], states: Mapping[int, PieceState]) -> None:
+        """Take the settings of groups, as in a `state_dict` as over whole parameters, and what is kept of this rank's
+        pieces, by parameter."""
         own: dict[str, Any] = {"state": {}, "param_groups": []}
         position = 0
-        for saved, indices in zip(state_dict["param_groups"], self.groups, strict=True):
+        for saved, indices in zip(param_groups, self.groups, strict=True):
             numbers = []
-            for number, index in zip(saved["params"], indices, strict=True):
+            for index in indices:
                 if index not in self._pieces:
                     continue
-                state = state_dict["state"].get(number)
-                if state:
-                    own["state"][position] = self._cut(state, self._pieces[index])
+                if state := states.get(index):
+                    own["state"][position] = state
                 numbers.append(position)
                 position += 1
             own["param_groups"].append({**saved, "params": numbers})
         self.optimizer.load_state_dict(own)
 
-    def _cut(self, state: Mapping[str, Any], piece: Piece) -> PieceState:
+    def _cut(self, state: Mapping[str, Any], piece: Piece, by_element: Collection[str]) -> PieceState:
         cut: PieceState = {}
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                if value.shape != piece.member.parameter.shape:
-                    raise ModelError(
-                        f"{type(self.optimizer).__name__} keeps '{name}' of shape {tuple(value.shape)} for the "
-                        f"parameter '{piece.member.name}' of shape {tuple(piece.member.parameter.shape)}: it is not "
-                        f"elementwise, so slices cannot be trained. Take Config(layout='replicated')."
-                    )
+            if self.is_cut(name, value, piece.member, by_element):
                 value = value.detach().reshape(-1)[piece.first : piece.last].clone()
             elif isinstance(value, torch.Tensor):
                 value = value.detach().clone()
             cut[name] = value
         return cut
+
+    def is_cut(self, name: str, value: Any, member: Member, by_element: Collection[str]) -> bool:
+        """Return whether what is kept of a whole parameter under some name has a number for each element.
+
+        Args:
+            by_element: names of which that is known, from other parameters; see `kept_by_element`.
+
+        Raises:
+            ModelError: it is neither that nor one number.
+        """
+        if not isinstance(value, torch.Tensor | Described):
+            return False
+        shape, whole = tuple(value.shape), tuple(member.parameter.shape)
+        if shape and shape != whole:
+            raise ModelError(
+                f"{type(self.optimizer).__name__} keeps '{name}' of shape {shape} for the parameter '{member.name}' of "
+                f"shape {whole}: it is not elementwise, so slices cannot be trained. Take Config(layout='replicated')."
+            )
+        # Of a parameter that is one number itself, a count of steps looks like anything else.
+        return bool(shape) or (not whole and (name in by_element if by_element else name != "step"))
+
+
+def kept_by_element(states: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the names under which some whole parameter's state has dimensions."""
+    return {
+        name
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor | Described) and len(value.shape)
+    }

@@ -5,7 +5,7 @@ rank computes, all ranks gather and reduce in one order. The next block is on it
 gradients leave while backward goes on.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +19,7 @@ from ragtag.core.errors import ModelError
 from ragtag.core.quantities import format_bytes
 from ragtag.runtime.out_of_memory import memory_explained
 from ragtag.runtime.zero.block import Block
-from ragtag.runtime.zero.schedule import Event, Noted, Schedule, next_use
+from ragtag.runtime.zero.schedule import Event, Noted, Schedule, gathers, next_use
 
 _ON_THEIR_WAY = 2
 """Blocks whose gradients travel at a time: each takes as much memory as the block."""
@@ -60,10 +60,12 @@ class Rounds:
         """Blocks are reduced at the end of a round only, since gradients come when nobody expects them."""
         self.noted: list[Noted] | None = None
         """Where set, what happens is written down, and blocks are asked for by `lead`."""
+        self.told: list[Any] = []
+        """The round that all go by, as it was written down before step 1."""
         self.lead: Callable[[int], None] = lambda block: None
         self.came: Callable[[], None] = lambda: None
         """Called when more memory is in use than before."""
-        self._travelling: deque[torch.Tensor] = deque(maxlen=_ON_THEIR_WAY)
+        self._travelling: deque[torch.Tensor] = deque()
         self._hooks: list[Any] = [hook for number in range(1, len(blocks)) for hook in self._hooks_of(number)]
         if gathers:
             self._hooks.append(model.register_forward_pre_hook(lambda *_: self._before_model()))
@@ -94,6 +96,10 @@ class Rounds:
     def have(self, number: int) -> None:
         """Gather a block; all ranks do."""
         self._present(number)
+
+    def gathers(self) -> Counter[int]:
+        """Return how often a round gathers each block."""
+        return gathers(self._schedule.events) if self._gathers else Counter()
 
     # ---- a step
 
@@ -250,6 +256,8 @@ class Rounds:
         for flat, add in self._blocks[number].outgoing():
             if len(self._leaving) >= _ON_THEIR_WAY:
                 self._group.wait(self._leaving.popleft(), "reducing gradients")
+            if len(self._travelling) >= _ON_THEIR_WAY:
+                self._travelling.popleft()  # before the next one takes memory
             with self._room(flat.flat.num_bytes, f"for gradients of '{self._blocks[number].name}' on their way"):
                 content = flat.gradient()
             self._travelling.append(content)

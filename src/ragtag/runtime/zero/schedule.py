@@ -5,6 +5,7 @@ backward are written down before step 1; from then on every rank goes down the s
 (what is gathered, what is fetched ahead, what is released) is a function of the list and the place in it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -86,14 +87,23 @@ def next_use(events: Sequence[Event], place: int) -> int | None:
     return next((block for kind, block in events[place:] if kind == "use"), None)
 
 
-def num_gathers(events: Sequence[Event]) -> int:
-    """Return how often a round gathers a block, none being there at its beginning."""
+def gathers(events: Sequence[Event]) -> Counter[int]:
+    """Return how often a round gathers each block, none being there at its beginning; the root, 0, is its first."""
     present: set[int] = set()
-    count = 0
-    for place, (kind, block) in enumerate(events):
-        if kind == "use" and block not in present:
+    counts: Counter[int] = Counter()
+
+    def have(block: int | None) -> None:
+        if block is not None and block not in present:
             present.add(block)
-            count += 1
-        elif kind == "reduce" or (kind == "done" and next_use(events, place + 1) != block):
+            counts[block] += 1
+
+    have(0)
+    have(next_use(events, 0))
+    for place, (kind, block) in enumerate(events, start=1):
+        following = next_use(events, place)
+        if kind == "use":
+            have(block)
+            have(following)
+        elif kind == "reduce" or following != block:
             present.discard(block)
-    return count
+    return counts

@@ -10,20 +10,24 @@ from typing import Any
 
 import torch
 
+from ragtag.checkpoint.parts import Described
 from ragtag.comm.group import Group
+from ragtag.core.chunks import chunk_sizes
 from ragtag.core.config import Config
 from ragtag.core.errors import ModelError
 from ragtag.core.values import Layout
 from ragtag.runtime.blocks import find_blocks
-from ragtag.runtime.names import named_parameters, plain_name
+from ragtag.runtime.names import named_parameters
 from ragtag.runtime.step_sums import StepSums
-from ragtag.runtime.zero import whole
 from ragtag.runtime.zero.block import Block
 from ragtag.runtime.zero.buckets import SlicedBuckets
+from ragtag.runtime.zero.choosing import needs_of
 from ragtag.runtime.zero.flats import Flat, Piece, flats_of
+from ragtag.runtime.zero.loading import Loading
 from ragtag.runtime.zero.optimizer_state import PieceOptimizer, PieceState
 from ragtag.runtime.zero.rounds import Rounds
 from ragtag.runtime.zero.sums import SlicedSums
+from ragtag.runtime.zero.whole import Whole, gathered, kept_of, single, state_slices, whole_of
 
 
 class Sharding:
@@ -45,13 +49,18 @@ class Sharding:
         device: torch.device,
         config: Config,
     ) -> None:
-        self.layout, self.weights = layout, tuple(weights)
+        self.layout: Layout = layout
+        self.weights = tuple(weights)
+        self.needs = needs_of(model, optimizer)
         self._model, self._group = model, group
         named = list(named_parameters(model))
         self.names = [name for name, _ in named]
-        index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
-        self.optimizer = PieceOptimizer(optimizer, index_of)
+        self.number_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        """Of each parameter, by id."""
+        self.optimizer = PieceOptimizer(optimizer, self.number_of)
         self.gathers = layout == "zero3"
+        self.rank, self.num_cuts, self.intact = group.rank, 0, True
+        """Whose slices these are in the present cut, how many there were before it, and whether it is complete."""
 
         def make(parameters: Sequence[tuple[int, str, torch.nn.Parameter]]) -> Flat:
             return Flat(parameters, weights=weights, rank=group.rank, device=device, whole=not self.gathers)
@@ -114,87 +123,85 @@ class Sharding:
 
     # ---- whole tensors
 
+    def whole(self) -> Whole:
+        """Return all of what is cut, which comes part by part. A call of the group, as is going through its parts."""
+        return whole_of(self.optimizer, self.flats, self._group)
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole, in host memory, on rank 0; elsewhere nothing. A call of the group."""
         found: dict[str, torch.Tensor] = {}
         for flat in self.flats:
-            content = flat.full.cpu() if flat.whole else whole.gathered(flat, flat.own, self._group)
+            content = flat.full.cpu() if flat.whole else gathered(flat, flat.own, self._group)
             if self._group.rank == 0:
                 for member in flat.members:
                     found[member.name] = _part(content, member)
         return found
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """Return the `state_dict` of the optimizer as over whole parameters, on rank 0; elsewhere it lacks tensors. A
-        call of the group."""
-        kept = whole.kept_of(self.optimizer, self.flats, self._group)
-        states: dict[int, PieceState] = {}
-        for flat in self.flats:
-            for name, own in whole.state_slices(flat, self.optimizer, kept):
-                content = whole.gathered(flat, own, self._group)
-                for member in flat.members:
-                    if self._group.rank == 0 and name in kept.get(member.number, {}):
-                        states.setdefault(member.number, {})[name] = _part(content, member)
-        for index, named in kept.items():
-            for name, each in named.items():
-                if not each.elementwise:
-                    states.setdefault(index, {})[name] = whole.single(each)
-        described = self.optimizer.optimizer.state_dict()
-        numbers: dict[int, int] = {}
-        groups = []
-        for saved, indices in zip(described["param_groups"], self.optimizer.groups):
-            for index in indices:
-                numbers.setdefault(index, len(numbers))
-            groups.append({**saved, "params": [numbers[index] for index in indices]})
-        ordered = {numbers[index]: states[index] for index in sorted(states, key=lambda each: numbers[each])}
-        return {"state": ordered, "param_groups": groups}
+    def loading(self, parameters: Mapping[int, Described], optimizer: Mapping[str, Any]) -> Loading:
+        """Return what takes whole parameters, by number, and the `state_dict` of an optimizer over them, as they come.
 
-    def load(self, parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any]) -> None:
-        """Take whole parameters by name, and the state of an optimizer over them."""
-        with torch.no_grad():
-            for flat in self.flats:
-                for member in flat.members:
-                    value = parameters[plain_name(member.name)].reshape(-1)
-                    if flat.whole:
-                        flat.full[member.start : member.stop].copy_(value)
-                for piece in flat.pieces:
-                    value = parameters[plain_name(piece.member.name)].reshape(-1)
-                    piece.parameter.copy_(value[piece.first : piece.last])
-        self.optimizer.load(optimizer)
+        Raises:
+            ModelError: the optimizer keeps something that cannot be cut.
+        """
+        return Loading(self.flats, self.optimizer, parameters, optimizer)
 
     @torch.no_grad()
-    def reshard(self, group: Group, sizes_of: Mapping[int, Sequence[int]], weights: Sequence[int]) -> None:
-        """Cut anew among the ranks of `group`; a call of it.
+    def cut_anew(self, group: Group, owners: Sequence[int], weights: Sequence[int]) -> None:
+        """Move slices among the ranks of `group`, so that they are of other sizes; a call of it.
 
         Args:
-            sizes_of: by flat, who has how many elements of it now, by rank of `group`.
+            owners: by rank of `group`, its rank in the present cut; -1: it has nothing of it.
             weights: relative sizes of the new slices.
         """
-        kept = whole.kept_of(self.optimizer, self.flats, group)
-        self._group, self.weights = group, tuple(weights)
+        self.intact = False
+        if self.rounds is not None:
+            self.rounds.abandon()
+        has_any = owners[group.rank] >= 0
+        before, known = self.weights, self.flats if has_any else []
+        kept = kept_of(self.optimizer, known, group)
+        self.weights = tuple(weights)
         states: dict[int, PieceState] = {}
-        for number, flat in enumerate(self.flats):
-            sizes = sizes_of[number]
-            contents = {
-                name: whole.gathered(flat, own, group, sizes)
-                for name, own in whole.state_slices(flat, self.optimizer, kept)
-            }
-            content = whole.gathered(flat, flat.own, group, sizes)
-            flat.move_to(group.rank, weights, content)
+        for flat in self.flats:
+            sizes = chunk_sizes(flat.numel, before)
+            there = [sizes[owner] if owner >= 0 else 0 for owner in owners]
+
+            def whole(own: torch.Tensor, flat: Flat = flat, there: Sequence[int] = there) -> torch.Tensor:
+                """All of what `own` is this rank's slice of, in the order of the present cut."""
+                content = gathered(flat, own if has_any else own[:0], group, there)
+                slices = dict(zip(owners, content.split(there)))
+                return torch.cat([slices[owner] for owner in sorted(slices)])
+
+            contents = {name: whole(own) for name, own in state_slices(flat, self.optimizer, kept)}
+            flat.move_to(group.rank, weights, whole(flat.own))
             for piece in flat.pieces:
-                index = piece.member.number
-                offset = piece.member.start + piece.first
+                number, offset = piece.member.number, piece.member.start + piece.first
                 state: PieceState = {}
-                for name, each in kept.get(index, {}).items():
+                for name, each in kept.get(number, {}).items():
                     if each.elementwise:
                         length = piece.last - piece.first
                         state[name] = contents[name][offset : offset + length].to(flat.own.device, copy=True)
                     else:
-                        state[name] = whole.single(each)
-                states[index] = state
+                        state[name] = single(each)
+                states[number] = state
+        self._now_cut(group, states)
+
+    @torch.no_grad()
+    def cut_empty(self, group: Group, weights: Sequence[int]) -> None:
+        """Cut anew where some of the state is lost: all of it is to be loaded next. A call of no group."""
+        self.intact, self.weights = False, tuple(weights)
+        if self.rounds is not None:
+            self.rounds.abandon()
+        for flat in self.flats:
+            flat.move_to(group.rank, weights, torch.zeros(flat.numel, dtype=flat.dtype))
+        self._now_cut(group, {})
+
+    def _now_cut(self, group: Group, states: Mapping[int, PieceState]) -> None:
         self.optimizer.take(self.pieces, states)
+        self._group, self.rank, self.intact = group, group.rank, True
+        self.num_cuts += 1
         if self.rounds is not None:
             self.rounds.use_group(group)
+        self.sums.renew()
 
     # ---- the model's own state_dict
 

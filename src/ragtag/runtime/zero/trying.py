@@ -7,6 +7,7 @@ so, block by block. After that nobody says anything.
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -53,6 +54,11 @@ def begin_trial(rounds: Rounds | None) -> None:
 
 def agree_on_schedule(rounds: Rounds, noted: list[Noted], group: Group, *, gathers: bool) -> None:
     """Take rank 0's round for everybody's; a call of the group."""
-    said = group.gather("a round", [list(each) for each in noted])[0]
-    events = [msgspec.convert(each, Noted) for each in said]
+    take_schedule(rounds, group.gather("a round", [list(each) for each in noted])[0], gathers=gathers)
+
+
+def take_schedule(rounds: Rounds, told: list[Any], *, gathers: bool) -> None:
+    """Take the round that others have `told` for one's own."""
+    rounds.told = told
+    events = [msgspec.convert(each, Noted) for each in told]
     rounds.follow(schedule_of(events, rounds.block_of, gathers=gathers))
