@@ -238,3 +238,105 @@ def test_dropout_and_batch_norm_by_unit(layout):
         expected = float(mean_squares(model, next(iter(torch.utils.data.DataLoader(waves(), batch_size=40)))))
     for _, value in results:
         assert value == pytest.approx(expected, rel=1e-12)
+
+
+def train_in(precision, layout):
+    torch.set_num_threads(1)
+    model = tiny(torch.float32)
+    trainer = ragtag.Trainer(
+        model,
+        sgd(model),
+        loss_fn,
+        Tokens(),
+        global_batch_size=BATCH,
+        shares=(7, 1, 4),
+        precision=precision,
+        config=ragtag.Config(layout=layout, slices=None if layout == "replicated" else (5, 3, 1), micro_batch=4),
+    )
+    skipped = [report.skipped for report in trainer.steps(6)]
+    sharding = trainer._run.sharding
+    whole = dict(model.named_parameters()) if sharding is None else sharding.parameters()
+    value = float(trainer.evaluate(Tokens(), loss_fn))
+    trainer.close()
+    return {name: p.detach().clone() for name, p in whole.items()}, skipped, value
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_is_that_of_whole_replicas(precision):
+    reference, skipped, value = run_ranks(3, train_in, precision, "replicated")[0]
+    for layout in LAYOUTS:
+        mine, skipped_too, value_too = run_ranks(3, train_in, precision, layout)[0]
+        assert skipped_too == skipped
+        assert value_too == pytest.approx(value, rel=1e-5)
+        for name, expected in reference.items():
+            worst = (mine[name] - expected).abs().max().item()
+            assert worst < 1e-5, f"{layout}: {name} differs by {worst}"
+
+
+def half():
+    return tiny(torch.bfloat16)
+
+
+def train_half(layout):
+    torch.set_num_threads(1)
+    model = half()
+    trainer = ragtag.Trainer(
+        model,
+        adam(model),
+        loss_fn,
+        Tokens(),
+        global_batch_size=BATCH,
+        shares=(4, 4, 4),
+        config=ragtag.Config(layout=layout, check_loss=False),
+    )
+    losses = [report.loss for report in trainer.steps(5)]
+    trainer.close()
+    return losses
+
+
+def test_half_precision_models():
+    expected = run_ranks(3, train_half, "replicated")[0]
+    for layout in LAYOUTS:
+        assert run_ranks(3, train_half, layout)[0] == pytest.approx(expected, rel=1e-2)
+
+
+def refused(layout, make_optimizer_name, with_average):
+    model = tiny()
+    averages = {"ema": torch.optim.swa_utils.AveragedModel(model)} if with_average else {}
+    optimizer = getattr(torch.optim, make_optimizer_name)(model.parameters())
+    ragtag.Trainer(
+        model, optimizer, loss_fn, Tokens(), global_batch_size=12, state=averages, config=ragtag.Config(layout=layout)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "with_average", "said"),
+    [
+        ("zero1", "Adafactor", False, "Adafactor computes with whole matrices"),
+        ("zero3", "AdamW", True, "holds parameters of its own"),
+    ],
+)
+def test_what_slices_cannot_do_is_refused_by_name(layout, optimizer, with_average, said):
+    for error in run_ranks(2, refused, layout, optimizer, with_average, expect_failures=True):
+        assert said in str(error)
+
+
+def read_state_dict():
+    model = tiny()
+    trainer = ragtag.Trainer(
+        model, adam(model), loss_fn, Tokens(), global_batch_size=12, config=ragtag.Config(layout="zero3")
+    )
+    list(trainer.steps(1))
+    try:
+        model.state_dict()
+    except ragtag.RagtagError as error:
+        said = str(error)
+    logits = model(Tokens()[0][0][None])  # every rank does
+    trainer.close()
+    return said, bool(torch.isfinite(logits).all())
+
+
+def test_between_steps_the_model_can_be_called_but_not_read():
+    for said, finite in run_ranks(2, read_state_dict):
+        assert "trainer.save" in said
+        assert finite

@@ -141,7 +141,8 @@ class _Supervisor:
             self._check_reachable(hub, {member.host for member in health.members})
             say(f"joining the run at {hub}, of {len(health.members)} workers so far")
         shared = worker_environ(request, self._environ)
-        for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        # Sizes of slices follow the memory of whoever is there.
+        for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RAGTAG_SLICES"):
             shared.pop(name, None)
         if elastic.hub is not None:
             # What a plan begins with is for a first generation, and Ctrl-C on a guest is for this machine alone.

@@ -65,6 +65,7 @@ def prepare(
     state: Mapping[str, Any],
     config: Config,
     emulator: Emulator | None,
+    profiled: bool = False,
 ) -> Run:
     """Check every argument, agree with the other ranks, find out the model's nature, and make the first plan."""
     checks.check_settings(
@@ -134,8 +135,10 @@ def prepare(
     told: Any = group.gather("layout", None)[0] if newcomer else {}
     if newcomer:
         layout = Chosen(name=told["name"], weights=(1,) * group.world_size if told["name"] != "replicated" else ())
+    elif profiled:
+        layout = Chosen()
     else:
-        layout = choose_layout(model, optimizer, group, config, memory, device)
+        layout = choose_layout(model, optimizer, group, config, memory, device, state)
     sharding = None
     if layout.name != "replicated":
         check_elementwise(optimizer, layout.name)

@@ -140,6 +140,7 @@ class Trainer:
                 state={} if state is None else state,
                 config=config,
                 emulator=emulator,
+                profiled=wanted_profile(os.environ) is not None,
             )
             self._run = self._joined(self._group, prepared) if isinstance(self._group, ElasticGroup) else prepared()
             wanted = wanted_profile(os.environ)
@@ -289,10 +290,21 @@ class Trainer:
             self._script.finish(call, committed=run.committed, complete=complete)
 
     def _between_steps(self) -> None:
+        run = self._run
         with self._failure_reaches_all("keeping a checkpoint"):
-            if self._run.boundary.leavers:
+            if run.boundary.leavers:
                 self._across_generations(self._hand_over, in_call="handing over")
-            self._across_generations(self._keeper.at_boundary, in_call="saving")
+            if run.sharding is None or run.history is None or not run.boundary.save_agreed:
+                self._across_generations(self._keeper.at_boundary, in_call="saving")
+                return
+            self._with_all(self._save_together, "saving")
+            if run.boundary.save_agreed:  # some had finished when others were lost, and have gone on
+                run.boundary.saved()
+                run.save_first = False
+
+    def _save_together(self) -> str:
+        self._keeper.at_boundary()
+        return ""
 
     def _hand_over(self) -> None:
         leavers, self._run.boundary.leavers = self._run.boundary.leavers, ()
@@ -402,18 +414,20 @@ class Trainer:
         if self._script.catching_up:
             return
         tree: Any = None
-        parts: Iterable[Part] = ()
         history: History | None = None
 
         def call() -> None:
-            nonlocal tree, parts, history
+            nonlocal tree, history
             (tree, parts), history = read_file(self._run, path), self._keeper.next_history()
+            if self._run.sharding is not None:  # what is cut comes part by part, to all at once
+                state.restore(self._run, tree, str(path), parts)
             if self._group.elastic:
                 self._group.barrier("loading")  # from here on everybody has it, whoever is lost
 
         with self._failure_reaches_all(f"loading {path}"):
             self._or_refused(call, "loading")
-            state.restore(self._run, tree, str(path), parts)
+            if self._run.sharding is None:
+                state.restore(self._run, tree, str(path))
             self._script.load_state_dict(tree["script"], committed=tree["committed"], replay=replay)
             self._keeper.loaded(history)
         if self._group.rank == 0:

@@ -3,6 +3,9 @@
 The one idea: the cheapest layout that fits every device; the sizes of slices follow free memory, never speed.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 import psutil
 import torch
@@ -10,7 +13,7 @@ import torch
 from ragtag.comm.group import Group
 from ragtag.control.layout import Chosen, Needs, Room, choose
 from ragtag.core.config import Config
-from ragtag.core.errors import SettingError
+from ragtag.core.errors import ModelError, SettingError
 from ragtag.emulate.memory import MemoryCap, MemoryLimit
 from ragtag.runtime.blocks import find_blocks
 from ragtag.runtime.zero.elementwise import state_tensors_per_element
@@ -23,8 +26,12 @@ def choose_layout(
     config: Config,
     memory: MemoryLimit,
     device: torch.device,
+    objects: Mapping[str, Any],
 ) -> Chosen:
     """Return the layout, the same on every rank; a call of the group.
+
+    Args:
+        objects: what is registered in `state`.
 
     Raises:
         SettingError: sizes of slices are pinned for ranks that come and go.
@@ -36,13 +43,26 @@ def choose_layout(
         raise SettingError("slices are for a fixed number of ranks; with ragtag launch, add --fixed.")
     own = Room(capacity_bytes=capacity_bytes(group, memory, device), counts_copies=not isinstance(memory, MemoryCap))
     rooms = [msgspec.convert(each, Room) for each in group.gather("memory", msgspec.to_builtins(own))]
-    return choose(
+    chosen = choose(
         needs_of(model, optimizer),
         rooms,
         group.hosts,
         layout=config.layout,
         slices=config.slices,
     )
+    if chosen.name == "zero3":
+        _check_objects(objects)
+    return chosen
+
+
+def _check_objects(objects: Mapping[str, Any]) -> None:
+    """Raise ModelError for averages of parameters, which the script makes from whole ones."""
+    for name, item in objects.items():
+        if isinstance(item, torch.nn.Module) and any(True for _ in item.parameters()):
+            raise ModelError(
+                f"state['{name}'] holds parameters of its own, such as an average of the model's; with layout 'zero3' "
+                f"the script never sees these whole. Take Config(layout='zero2'), which leaves them whole."
+            )
 
 
 def needs_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Needs:

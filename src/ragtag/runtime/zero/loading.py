@@ -23,6 +23,7 @@ class Loading:
     Args:
         parameters: by number, what is to come of each.
         state_dict: of the optimizer over whole parameters, its tensors described.
+        done: called at the end.
 
     Raises:
         ModelError: it keeps something that cannot be cut.
@@ -34,8 +35,10 @@ class Loading:
         optimizer: PieceOptimizer,
         parameters: Mapping[int, Described],
         state_dict: Mapping[str, Any],
+        *,
+        done: Callable[[], None],
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._done = optimizer, done
         self._takes: dict[Described, list[Take]] = {}
         self._states: dict[int, PieceState] = {}
         for flat in flats:
@@ -90,3 +93,4 @@ class Loading:
         # In its own order: what is cut was only described there.
         states = {number: {**state, **self._states.get(number, {})} for number, state in whole.items()}
         self._optimizer.load(state_dict["param_groups"], states)
+        self._done()

@@ -188,7 +188,11 @@ class Rounds:
     def forward_only(self, forward: Callable[[], Any] | None) -> Any:
         """A round without backward: what `forward` returns, or None where this rank has nothing to compute."""
         self.begin()
-        result = forward() if forward is not None else None
+        try:
+            result = forward() if forward is not None else None
+        except BaseException:
+            self.abandon()
+            raise
         self._execute_up_to(self._schedule.num_forward)
         for number in list(self._coming):  # what backward would have used
             self._present(number)
@@ -235,8 +239,9 @@ class Rounds:
         """Have a block gathered."""
         if number not in self._coming and not self._blocks[number].is_present:
             self._fetch(number)
-        for work in self._coming.pop(number, ()):
+        for work in self._coming.get(number, ()):
             self._group.wait(work, f"gathering '{self._blocks[number].name}'")
+        self._coming.pop(number, None)  # not before: where a wait is broken off, somebody may still write into it
 
     def _fetch(self, number: int) -> None:
         works = []

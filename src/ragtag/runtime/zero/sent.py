@@ -1,8 +1,8 @@
 """How many bytes a rank sends in a step where state is cut: the ring's traffic, from its schedule.
 
-The one idea: round a ring of n ranks, a rank passes on everything but one chunk. A reduce-scatter ends at its own, which
-it keeps; an all-gather ends with the one of the rank after it, which came from there. So it sends N - s_r or N - s_(r+1)
-bytes of N, whatever the chunks' sizes (`comm/ring.py`); votes and other messages of a few bytes are not in it.
+The one idea: round a ring of n ranks, a rank passes on everything but one chunk. A reduce-scatter ends at its own,
+which it keeps; an all-gather ends with the one of the rank after it, which came from there. So it sends N - s_r or
+N - s_(r+1) bytes of N, whatever the chunks' sizes (`comm/ring.py`). Votes and other short messages are not in it.
 """
 
 from collections.abc import Sequence

@@ -143,7 +143,13 @@ class Sharding:
         Raises:
             ModelError: the optimizer keeps something that cannot be cut.
         """
-        return Loading(self.flats, self.optimizer, parameters, optimizer)
+
+        def done() -> None:
+            self.intact = True
+
+        loading = Loading(self.flats, self.optimizer, parameters, optimizer, done=done)
+        self.intact = False  # whoever is interrupted has some of the one state and some of the other
+        return loading
 
     @torch.no_grad()
     def cut_anew(self, group: Group, owners: Sequence[int], weights: Sequence[int]) -> None:
