@@ -50,6 +50,25 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
+@torch.no_grad()
+def move_to(device: torch.device, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> None:
+    """Put a model where it is trained, and what its optimizer keeps so far.
+
+    Where it is not to be `whole` there, its buffers only: it is cut on the host, since all of it may not fit.
+    """
+    if not whole:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+        return
+    model.to(device)
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                kept[name] = value.to(parameter.device)
+
+
 def copies_asynchronously(device: torch.device) -> bool:
     """Whether a copy from the host may be left to itself: what it reads is staged or pinned before the call returns."""
     return device.type in ("cuda", "xpu")

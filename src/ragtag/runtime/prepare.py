@@ -29,7 +29,7 @@ from ragtag.runtime import checks
 from ragtag.runtime import state as run_state
 from ragtag.runtime.agree import compare, fingerprint
 from ragtag.runtime.buffers import UnitBuffers
-from ragtag.runtime.device import Stopwatch, choose_device, device_kind, make_current
+from ragtag.runtime.device import Stopwatch, choose_device, device_kind, make_current, move_to
 from ragtag.runtime.find_nature import find_nature
 from ragtag.runtime.loader import UnitLoader, check_dataset, loader_settings
 from ragtag.runtime.loader_worker import read_samples
@@ -83,8 +83,9 @@ def prepare(
     settings = loader_settings(loader)
     device = _device_of(model)
     make_current(device)
-    for module in (model, *(item for item in state.values() if isinstance(item, torch.nn.Module))):
-        module.to(device)
+    for item in state.values():
+        if isinstance(item, torch.nn.Module):
+            item.to(device)
     optimizer = checks.make_optimizer(optimizer, model)
     checks.check_wire(config.wire, model.parameters())
     scheduler = checks.make_scheduler(scheduler, optimizer)
@@ -139,6 +140,7 @@ def prepare(
         layout = Chosen()
     else:
         layout = choose_layout(model, optimizer, group, config, memory, device, state)
+    move_to(device, model, optimizer, whole=layout.name != "zero3")
     sharding = None
     if layout.name != "replicated":
         check_elementwise(optimizer, layout.name)

@@ -203,7 +203,12 @@ def streamed(saved: SavedFile | None, group: Group, name: str, source: int) -> t
     if saved is not None:
         shapes = [[key, each.shape, str(each.dtype).removeprefix("torch.")] for key, each in saved.described.items()]
         told = [saved.skeleton, shapes]
-    skeleton, shapes = group.gather(name, told)[source]
+    try:
+        skeleton, shapes = group.gather(name, told)[source]
+    except BaseException:
+        if saved is not None:
+            saved.close()
+        raise
     described = {key: Described(shape, getattr(torch, dtype)) for key, shape, dtype in shapes}
 
     def parts() -> Iterator[Part]:
@@ -299,9 +304,10 @@ def _module_state(item: Any, sharding: Sharding | None, parameters: Mapping[int,
         return own
     sliced = _sliced(item, sharding)
     kept = {id(each) for each in (*item.parameters(), *item.buffers())}
-    for name, value in own.items():
+    _, computed = flatten_described({name: value for name, value in own.items() if id(value) not in kept})
+    for name, value in computed.items():
         # Where parameters are not, not-a-number is.
-        if isinstance(value, torch.Tensor) and id(value) not in kept and bool(value.isnan().any()):
+        if isinstance(value, torch.Tensor) and bool(value.isnan().any()):
             raise CheckpointError(
                 f"the state_dict of {type(item).__name__} computes '{name}' from parameters, which with layout 'zero3' "
                 f"lie in slices on all ranks. Let it give the parameters themselves, or take Config(layout='zero2')."

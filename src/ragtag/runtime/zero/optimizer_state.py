@@ -102,7 +102,8 @@ class PieceOptimizer:
         cut: PieceState = {}
         for name, value in state.items():
             if self.is_cut(name, value, piece.member, by_element):
-                value = value.detach().reshape(-1)[piece.first : piece.last].clone()
+                value = value.detach().reshape(-1)[piece.first : piece.last]
+                value = value.to(piece.parameter.device, copy=True)
             elif isinstance(value, torch.Tensor):
                 value = value.detach().clone()
             cut[name] = value
