@@ -14,6 +14,7 @@ from ragtag.cli.launch import request, worker_environ
 from ragtag.cli.main import app
 from ragtag.core.cluster import Cluster, Device, DriftPoint, Emulation, Flip, Link, Stall
 from ragtag.core.cluster_file import load_cluster, parse_cluster
+from ragtag.core.config import recompute_from_environment
 from ragtag.core.errors import SettingError
 from ragtag.plan.file import PlanFile, PlannedDevice, load_plan, save_plan
 
@@ -135,7 +136,7 @@ def plan_of(*devices, **fields):
 
 def test_a_layout_that_cuts_state_reaches_the_workers(tmp_path):
     devices = tuple(
-        PlannedDevice(name=name, samples=samples, micro_batch=2, state_bytes=held)
+        PlannedDevice(name=name, samples=samples, micro_batch=2, state_bytes=held, recompute=name == "b")
         for name, samples, held in (("a", 8, 100), ("b", 0, 300))
     )
     plan = msgspec.structs.replace(plan_of(("a", 8, 8)), layout="zero-3", devices=devices)
@@ -145,6 +146,10 @@ def test_a_layout_that_cuts_state_reaches_the_workers(tmp_path):
     environ = worker_environ(wanted, {})
     assert (environ["RAGTAG_LAYOUT"], environ["RAGTAG_SLICES"]) == ("zero3", "100,300")
     assert environ["RAGTAG_START_SHARES"] == "8,0"
+    assert environ["RAGTAG_START_RECOMPUTE"] == "no,yes"
+    assert [recompute_from_environment(environ, rank) for rank in range(3)] == [False, True, False]
+    with pytest.raises(SettingError, match="RAGTAG_START_RECOMPUTE = 'maybe'"):
+        recompute_from_environment({"RAGTAG_START_RECOMPUTE": "maybe"}, 0)
 
 
 def test_each_device_keeps_to_its_micro_batch_and_to_its_memory_if_shares_grow():

@@ -206,7 +206,9 @@ def test_with_a_pulled_tail(three):
 def unit_run(fault, settings=None, options=None, kind="dropout batchnorm"):
     model, trainer = network(kind), None
     fault.watch(model, lambda: 0 if trainer is None else trainer._run.committed + 1)
-    config = ragtag.Config(**{"unit": 2, "check_replicas_every": 1, "bucket_bytes": 1024, **(settings or {})})
+    config = ragtag.Config(
+        **{"unit": 2, "check_replicas_every": 1, "bucket_bytes": 1024, "recompute": False, **(settings or {})}
+    )
     trainer = ragtag.Trainer(
         model, cases.adam(model), classify, images(), global_batch_size=18, config=config, **(options or {})
     )

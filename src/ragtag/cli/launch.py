@@ -58,6 +58,8 @@ class Request:
     """Shares to begin with, which then follow speeds."""
     micro_batches: tuple[int | None, ...] | None = None
     """Most samples of one forward, by worker; None: as the script says."""
+    recompute: tuple[bool, ...] = ()
+    """By worker, whether it is to compute activations again in backward; empty: as the script says."""
     layout: str | None = None
     """What of the model's state is cut, as planned; None: as the script says."""
     slices: tuple[int, ...] = ()
@@ -124,6 +126,7 @@ def request(
         emulate=emulate,
         start_shares=planned.shares if planned is not None and not pin else None,
         micro_batches=None if planned is None else planned.micro_batches,
+        recompute=() if planned is None else planned.recompute,
         layout=None if planned is None else planned.layout,
         slices=() if planned is None else planned.slices,
         checkpoint=checkpoint,
@@ -210,6 +213,8 @@ def worker_environ(request: Request, environ: Mapping[str, str]) -> dict[str, st
     if request.micro_batches is not None:
         sizes = ("none" if size is None else str(size) for size in request.micro_batches)
         shared["RAGTAG_START_MICRO_BATCH"] = ",".join(sizes)
+    if any(request.recompute):
+        shared["RAGTAG_START_RECOMPUTE"] = ",".join("yes" if each else "no" for each in request.recompute)
     if request.layout is not None:
         shared["RAGTAG_LAYOUT"] = request.layout
         shared["RAGTAG_SLICES"] = ",".join(map(str, request.slices))

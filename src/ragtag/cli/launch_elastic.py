@@ -146,7 +146,7 @@ class _Supervisor:
             shared.pop(name, None)
         if elastic.hub is not None:
             # What a plan begins with is for a first generation, and Ctrl-C on a guest is for this machine alone.
-            for name in ("RAGTAG_START_SHARES", "RAGTAG_START_MICRO_BATCH"):
+            for name in ("RAGTAG_START_SHARES", "RAGTAG_START_MICRO_BATCH", "RAGTAG_START_RECOMPUTE"):
                 shared.pop(name, None)
             shared["RAGTAG_GUEST"] = "1"
         shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store is ours to tell, in one line

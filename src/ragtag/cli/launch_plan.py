@@ -27,6 +27,8 @@ class PlannedRun:
     shares: tuple[int, ...]
     micro_batches: tuple[int | None, ...] | None
     """By worker; None: nothing limits any."""
+    recompute: tuple[bool, ...]
+    """By worker, whether it computes activations again in backward."""
     layout: str | None
     """What of the model's state is cut; None: nothing."""
     slices: tuple[int, ...]
@@ -65,6 +67,7 @@ def planned_run(path: Path, *, num_workers: int | None, emulate: Path | None, en
         num_workers=len(taking_part),
         shares=plan.shares,
         micro_batches=plan.micro_batches if any(plan.micro_batches) else None,
+        recompute=plan.recompute,
         layout=plan.layout.replace("-", "") if plan.slices else None,
         slices=plan.slices,
         emulate=emulate,

@@ -31,6 +31,7 @@ _OTHER_VARIABLES = frozenset(
         "PROFILE_FACTS",
         "START_SHARES",
         "START_MICRO_BATCH",
+        "START_RECOMPUTE",
         "TOKEN",
         "HUB",
         "RUN",
@@ -67,6 +68,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
 
     micro_batch: Annotated[int, Meta(ge=1, description="a whole number of samples, at least 1, or None")] | None = None
     """Largest number of samples in one forward, to bound memory; None: a rank's whole share at once."""
+
+    recompute: Annotated[bool, Meta(description="True, False or None")] | None = None
+    """Compute each block's activations again in backward instead of keeping them: on every rank, on none, or (None) on
+    ranks whose memory does not hold the smallest piece of work otherwise."""
 
     wire: Annotated[Literal["fp32", "bf16"], Meta(description="'fp32' or 'bf16'")] = "fp32"
     """What gradients travel as: "bf16" halves the bytes and rounds the sums, equally on every rank."""
@@ -195,6 +200,22 @@ def micro_batches_from_environment(environ: Mapping[str, str]) -> tuple[int | No
             f"whole numbers of at least 1, or none for no limit, with commas between: {variable}=8,none,2."
         )
     return tuple(None if word == "none" else int(word) for word in words) or None
+
+
+def recompute_from_environment(environ: Mapping[str, str], rank: int) -> bool:
+    """Return whether RAGTAG_START_RECOMPUTE ("no,yes,no": by rank) says that `rank` computes activations again.
+
+    Raises:
+        SettingError: it is no such list.
+    """
+    variable = "RAGTAG_START_RECOMPUTE"
+    words = _words(environ, variable)
+    if not all(word in ("yes", "no") for word in words):
+        raise SettingError(
+            f"The environment variable {variable} = '{environ[variable]}' is not valid. Expected yes or no by rank, "
+            f"with commas between: {variable}=no,yes,no."
+        )
+    return rank < len(words) and words[rank] == "yes"
 
 
 def _words(environ: Mapping[str, str], variable: str) -> list[str]:

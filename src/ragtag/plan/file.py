@@ -25,6 +25,8 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """Most samples of one forward in this plan."""
     largest_micro_batch: int | None = None
     """Most samples of one forward that its memory holds; None: any number, or not known."""
+    recompute: bool = False
+    """It computes activations again in backward instead of keeping them."""
     state_bytes: int | None = None
     """Its slice of the model's state; None: it holds all of it."""
     takes_part: bool = True
@@ -48,6 +50,11 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     def shares(self) -> tuple[int, ...]:
         """Samples of the devices that take part."""
         return tuple(device.samples for device in self.devices if device.takes_part)
+
+    @property
+    def recompute(self) -> tuple[bool, ...]:
+        """Whether the devices that take part compute activations again."""
+        return tuple([device.recompute for device in self.devices if device.takes_part])
 
     @property
     def slices(self) -> tuple[int, ...]:
@@ -85,7 +92,8 @@ def plan_file(problem: Problem, choice: Choice) -> PlanFile:
                 name=rank.name,
                 samples=parts[rank.name].samples if rank.name in parts else 0,
                 micro_batch=parts[rank.name].micro_batch if rank.name in parts else 1,
-                largest_micro_batch=largest_micro_batch(rank.device),
+                largest_micro_batch=largest_micro_batch(rank.device, rank.name in parts and parts[rank.name].recompute),
+                recompute=rank.name in parts and parts[rank.name].recompute,
                 state_bytes=parts[rank.name].state_bytes if rank.name in parts else None,
                 takes_part=rank.name in parts,
                 memory_bytes=memory.get(rank.name),

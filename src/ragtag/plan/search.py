@@ -21,7 +21,7 @@ from ragtag.plan.sharded import zero
 
 REPLICATED = Way(name="replicated")
 OWN_SIZES = Way(name="replicated, own micro-batch", own_size=True)
-_RECOMPUTE = Way(name="replicated, recompute", own_size=True, recompute=True, not_yet="recompute for each device")
+_RECOMPUTE = Way(name="replicated, recompute", own_size=True, recompute=True)
 _SAME = 1e-3
 """Rates within this part of each other count as equal: the simpler candidate, named first, is taken."""
 _LARGE = 200

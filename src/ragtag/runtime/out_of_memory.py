@@ -58,6 +58,8 @@ class OwnWork:
         self._settling, self._work, self._cover = settling, work, cover
         self._pieces: deque[Units] = deque()
         self._failure = ""
+        self._again = False
+        """Pieces are as large as planned once more, since activations are not kept any longer."""
 
     def __iter__(self) -> Iterator[Units]:
         for units in self._work:
@@ -101,7 +103,12 @@ class OwnWork:
         tried = ledger.span(in_hand[-1])[1] - ledger.span(in_hand[0])[0]
         settling.fits = smaller(tried, unit=ledger.unit, by_unit=run.by_unit)
         settling.failure = f"{samples(tried)} in one forward: {failure}"
-        then = f"trying {settling.fits}" if settling.fits else "others are to do the rest"
+        size = settling.fits
+        if not size and run.recomputation.begin():
+            settling.fits, size, self._again = None, tried, True
+            then = "from now on it computes activations again in backward, instead of keeping them"
+        else:
+            then = f"trying {size}" if size else "others are to do the rest"
         then = f"all ranks do the step again, {then}" if everybodys else then
         log.warning(
             "step %d: rank %d (%s) ran out of memory with %s; %s",
@@ -113,15 +120,18 @@ class OwnWork:
         )
         if everybodys:
             return False  # all ranks do all of the step again
-        if settling.fits:
+        if size:
             self._pieces.extend(self._cut(sorted(left)))
-        return bool(settling.fits)
+        return bool(size)
 
     def _cut(self, units: Sequence[int]) -> list[Units]:
         settling = self._settling
         if settling.run.by_unit:
             return [(unit,) for unit in units]
-        return [tuple(units)] if settling.fits is None else micro_batches(settling.ledger, units, settling.fits)
+        if settling.fits is None and not self._again:
+            return [tuple(units)]
+        most = settling.fits or settling.run.plan.micro_batch[settling.run.group.rank]
+        return micro_batches(settling.ledger, units, most)
 
 
 def drop_own_sum(settling: "Settling", rank: int) -> None:

@@ -20,7 +20,7 @@ from ragtag.control.layout import Chosen
 from ragtag.control.proposal import Limits
 from ragtag.control.sharing import Start, choose_unit, initial_plan
 from ragtag.core.config import Config
-from ragtag.core.errors import DataError, DisagreementError
+from ragtag.core.errors import DataError, DisagreementError, SettingError
 from ragtag.core.sampler import Sampler
 from ragtag.emulate.environment import Emulator
 from ragtag.emulate.memory import MemoryLimit, NoMemoryLimit
@@ -35,6 +35,7 @@ from ragtag.runtime.loader import UnitLoader, check_dataset, loader_settings
 from ragtag.runtime.loader_worker import read_samples
 from ragtag.runtime.precision import LossScale, check_precision, supported_precision
 from ragtag.runtime.randomness import preserved_random_state
+from ragtag.runtime.recomputation import Recomputation
 from ragtag.runtime.run import Run
 from ragtag.runtime.trial import CANDIDATES, Nature, choose_samples
 from ragtag.runtime.zero.choosing import choose_layout
@@ -66,6 +67,7 @@ def prepare(
     config: Config,
     emulator: Emulator | None,
     profiled: bool = False,
+    recomputes: bool = False,
 ) -> Run:
     """Check every argument, agree with the other ranks, find out the model's nature, and make the first plan."""
     checks.check_settings(
@@ -148,6 +150,9 @@ def prepare(
             model, optimizer, group, layout=layout.name, weights=layout.weights, device=device, config=config
         )
     rounds = None if sharding is None else sharding.rounds
+    recomputation = Recomputation(model, True if recomputes and config.recompute is None else config.recompute)
+    if config.recompute and not recomputation.active:
+        raise SettingError(f"recompute=True, but {recomputation.why_not}. Use torch.utils.checkpoint in the model.")
     memory.attach(model, optimizer, None if rounds is None else rounds.passing)
     if rounds is not None:
         rounds.came = memory.came
@@ -231,6 +236,7 @@ def prepare(
         is_new=newcomer,
         pace=pace,
         memory=memory,
+        recomputation=recomputation,
     )
 
 

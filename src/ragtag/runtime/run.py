@@ -38,6 +38,7 @@ from ragtag.runtime.gradients import GradientSums
 from ragtag.runtime.loader import UnitLoader
 from ragtag.runtime.names import named_buffers, named_parameters
 from ragtag.runtime.precision import LossScale
+from ragtag.runtime.recomputation import Recomputation
 from ragtag.runtime.recording import NoRecorder, Recorder
 from ragtag.runtime.replicas import check_replicas
 from ragtag.runtime.step_sums import StepSums
@@ -85,6 +86,8 @@ class Run:
     """Moves shares as speeds change; None: they are pinned, or there is one rank."""
     pace: Pace
     memory: MemoryLimit
+    recomputation: Recomputation
+    """Whether this rank keeps activations."""
     recorder: Recorder = field(default_factory=NoRecorder)
     """Who is told what belongs into the event log."""
     contention: Contention = field(default_factory=Contention)

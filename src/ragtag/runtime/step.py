@@ -230,7 +230,7 @@ def _forward(run: Run, step: int, data: Any, num_samples: int) -> Loss:
     """Forward and loss of one micro-batch, from the step's buffers."""
     run.buffers.begin_unit()
     batch = to_device(data, run.device, non_blocking=copies_asynchronously(run.device))
-    with autocast(run.device_precision, run.device):
+    with autocast(run.device_precision, run.device), run.recomputation.region():
         loss = as_loss(run.loss_fn(run.model, batch), num_samples=num_samples)
     if tuple(sorted(loss.metrics)) != run.nature.metric_names:
         raise LossError(

@@ -29,7 +29,12 @@ from ragtag.comm.rendezvous import connect
 from ragtag.comm.standing import Standing
 from ragtag.control.membership import Brought
 from ragtag.control.sharing import Start
-from ragtag.core.config import Config, micro_batches_from_environment, shares_from_environment
+from ragtag.core.config import (
+    Config,
+    micro_batches_from_environment,
+    recompute_from_environment,
+    shares_from_environment,
+)
 from ragtag.core.decision import Decision
 from ragtag.core.errors import CheckpointError, PeerError, RagtagError, SettingError, did_you_mean
 from ragtag.core.values import Plan, StepReport
@@ -141,6 +146,7 @@ class Trainer:
                 config=config,
                 emulator=emulator,
                 profiled=wanted_profile(os.environ) is not None,
+                recomputes=recompute_from_environment(os.environ, int(os.environ.get("RANK", "0"))),
             )
             self._run = self._joined(self._group, prepared) if isinstance(self._group, ElasticGroup) else prepared()
             wanted = wanted_profile(os.environ)

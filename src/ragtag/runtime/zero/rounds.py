@@ -46,6 +46,8 @@ class Rounds:
         """By parameter."""
         self._place = 0
         self._in_round = self._in_backward = False
+        self._backward_of: int | None = None
+        """The block whose backward began last."""
         self._arrived: list[set[int]] = [set() for _ in blocks]
         self._reduced: set[int] = set()
         self._coming: dict[int, list[Work]] = {}
@@ -113,6 +115,7 @@ class Rounds:
     def abandon(self) -> None:
         """Forget what is under way: an error ends the step, or all ranks do it again."""
         self._in_round = self._in_backward = False
+        self._backward_of = None
         for number in self._coming:
             for flat in self._blocks[number].flats:
                 flat.renew()
@@ -166,6 +169,7 @@ class Rounds:
         """After its backward, or where this rank goes no further: the rest of the round, as for a rank without
         samples."""
         self._in_backward = False
+        self._backward_of = None
         self._execute_up_to(len(self._schedule.events))
         for number in range(len(self._blocks) - 1, -1, -1):
             if number not in self._reduced and self._blocks[number].trained:
@@ -312,6 +316,8 @@ class Rounds:
             for value in pytree.tree_leaves(output):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(hook)
+        if number == self._backward_of:
+            return  # computed again: its backward comes now
         if self.noted is not None:
             self.noted.append(Noted("done", number))
             self._blocks[number].release()
@@ -330,6 +336,7 @@ class Rounds:
             if begun:
                 return
             begun = True
+            self._backward_of = number if self.noted is not None or self._in_backward else None
             if self.noted is not None:
                 self.noted.append(Noted("backward", number))
                 self.lead(number)
