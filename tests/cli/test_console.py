@@ -2,6 +2,7 @@ import io
 import os
 import pty
 import re
+import select
 
 import msgspec
 import pytest
@@ -88,7 +89,10 @@ def test_on_a_terminal_the_last_line_is_a_bar_and_is_given_back(tmp_path, monkey
             file.append([msgspec.json.encode(event) for event in (Began(), MEMBERS, Looped(step=0, last=8), step(2))])
         console.update()
         console.close()
-        shown = os.read(screen.fileno(), 1 << 16).decode()
+        shown = ""
+        while "\033[r" not in shown:  # a terminal hands over what it has, be it all or not
+            assert select.select([screen], [], [], 10.0)[0], shown
+            shown += os.read(screen.fileno(), 1 << 16).decode()
     assert "\033[1;19r" in shown, "everything else scrolls above the last line"
     bar = re.search(r"\033\[20;1H\033\[K(.*?)\0338", shown)
     assert bar is not None

@@ -4,6 +4,7 @@ The one idea: a worker is a process that can be started and killed at any time; 
 kept by its name.
 """
 
+import faulthandler
 import os
 import pickle
 import secrets
@@ -95,7 +96,7 @@ class Crew:
         if self.workers[name].is_alive():
             os.kill(self.workers[name].pid, number)
 
-    def wait_for_step(self, step: int, *names: str, timeout: float = 30.0) -> None:
+    def wait_for_step(self, step: int, *names: str, timeout: float = 60.0) -> None:
         """Return when each of these workers has told, with `tell_step`, that it is that far."""
         end_s = time.monotonic() + timeout
         for name in names:
@@ -108,22 +109,33 @@ class Crew:
         file = self.directory / f"{name}.step"
         return int(file.read_text() or 0) if file.exists() else 0
 
-    def results(self, *names: str, timeout: float = 40.0) -> dict[str, Any]:
+    def results(self, *names: str, timeout: float = 60.0) -> dict[str, Any]:
         """Wait for these workers (none: all) and return what they returned, or their errors."""
         wanted = set(names or self.workers)
         end_s = time.monotonic() + timeout
-        while wanted - set(self.outcomes):
-            readable = wait(list(self._pipes), timeout=max(0.0, end_s - time.monotonic()))
-            if not readable:
-                raise TimeoutError(f"{sorted(wanted - set(self.outcomes))} still run after {timeout:g} s")
-            for pipe in readable:
-                name = self._pipes.pop(pipe)
-                try:
-                    self.outcomes[name] = pickle.loads(pipe.recv_bytes())  # pyright: ignore
-                except EOFError:
-                    self.workers[name].join(5.0)
-                    self.outcomes[name] = ("died", self.workers[name].exitcode)
+        while missing := wanted - set(self.outcomes):
+            if not self.hear(max(0.0, end_s - time.monotonic())):
+                self._show_stacks(missing)
+                raise TimeoutError(f"{sorted(missing)} still run after {timeout:g} s")
         return {name: self.outcomes[name][1] for name in names or self.workers}
+
+    def hear(self, timeout_s: float) -> bool:
+        """Note how workers have ended; False: none has ended within `timeout_s` seconds."""
+        readable = wait(list(self._pipes), timeout_s)
+        for pipe in readable:
+            name = self._pipes.pop(pipe)
+            try:
+                self.outcomes[name] = pickle.loads(pipe.recv_bytes())  # pyright: ignore
+            except EOFError:
+                self.workers[name].join(5.0)
+                self.outcomes[name] = ("died", self.workers[name].exitcode)
+        return bool(readable)
+
+    def _show_stacks(self, names: set[str]) -> None:
+        """Let these workers write to standard error where each of their threads is."""
+        for name in names:
+            self.signal(name, signal.SIGUSR1)
+        time.sleep(0.5)
 
 
 def tell_step(step: int) -> None:
@@ -135,6 +147,7 @@ def tell_step(step: int) -> None:
 def _run_worker(environ: dict[str, str], answer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(environ)
     os.environ["RANK"] = "0"  # for messages of this harness only
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)
     torch.set_num_threads(1)
     try:
         outcome = pickle.dumps(("value", function(*args)))

@@ -40,8 +40,8 @@ SINK: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """At the `nth` time that worker `name` is at `place`: "kill" it, "tear" its call off when another one is lost,
-    or let it "sleep"."""
+    """At the `nth` time that worker `name` is at `place`: "kill" it, "stop" it until somebody wakes it, "tear" its call
+    off when another one is lost, or let it "sleep"."""
 
     name: str
     place: str
@@ -86,6 +86,8 @@ class Places:
                 continue
             if fault.act == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.act == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             elif fault.act == "sleep":
                 time.sleep(fault.seconds)
             elif fault.act == "tear":

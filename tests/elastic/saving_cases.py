@@ -84,23 +84,24 @@ Act = Callable[[str], None]
 def moments(act: Act) -> Iterator[None]:
     """Call `act` at each moment of every checkpoint that this process writes in here."""
     write, flush, point, remove = (
-        checkpoint_file.write_safetensors,
-        checkpoint_file._flush,
+        checkpoint_file._write_through,
+        checkpoint_file._flush_directory,
         LocalStorage.write_text,
         Directory._remove_older,
     )
 
-    def writing(tensors: Any, path: Path, metadata: Any) -> None:
+    def writing(path: Path, fill: Any) -> None:
         act("nothing written")
-        write(tensors, path, metadata)
+        write(path, fill)
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         act("half written")
         path.write_bytes(whole)
+        act("written")
 
     def flushing(path: Path) -> None:
         flush(path)
-        act("renamed" if path.is_dir() else "written")
+        act("renamed")
 
     def pointing(storage: LocalStorage, name: str, text: str) -> None:
         point(storage, name, text)
@@ -113,8 +114,8 @@ def moments(act: Act) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, patch in (
-            (checkpoint_file, "write_safetensors", writing),
-            (checkpoint_file, "_flush", flushing),
+            (checkpoint_file, "_write_through", writing),
+            (checkpoint_file, "_flush_directory", flushing),
             (LocalStorage, "write_text", pointing),
             (Directory, "_remove_older", removing),
         ):

@@ -214,25 +214,34 @@ def test_a_newcomers_script_passes_what_the_others_have_behind_them(tmp_path: Pa
 
 
 class Greedy:
-    """On worker `b` more than two samples in one forward are too many."""
+    """On worker `b` more than two samples in one micro-batch are too many, in its "forward" or only in its
+    "backward"."""
 
-    def __init__(self) -> None:
+    def __init__(self, phase: str) -> None:
         self.failures: list[int] = []
+        self.phase = phase
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        if os.environ.get("RAGTAG_WORKER") == "b" and len(batch[0]) > 2 and torch.is_grad_enabled() and self.counting:
-            self.failures.append(self.number())
-            raise torch.OutOfMemoryError("no more")
-        return cross_entropy(model, batch)
+        fails = os.environ.get("RAGTAG_WORKER") == "b" and len(batch[0]) > 2 and self.counting
+        if fails and torch.is_grad_enabled() and self.phase == "forward":
+            self.fail()
+        loss = cross_entropy(model, batch)
+        if fails and loss.requires_grad and self.phase == "backward":
+            loss.register_hook(self.fail)
+        return loss
 
     counting = False
+
+    def fail(self, *_: Any) -> None:
+        self.failures.append(self.number())
+        raise torch.OutOfMemoryError("no more")
 
     def number(self) -> int:
         return 0
 
 
-def train_in_little_memory(case: Case) -> Any:
-    loss = Greedy()
+def train_in_little_memory(case: Case, phase: str = "") -> Any:
+    loss = Greedy(phase)
     model = network(False)
     with places(case.faults):
         trainer = trainer_of(model, loss_fn=loss, shares=case.arguments.get("shares"))
@@ -252,11 +261,17 @@ def train_in_little_memory(case: Case) -> Any:
     }
 
 
-@pytest.mark.parametrize("shares", [None, (6, 5, 5)], ids=["followed", "pinned"])
-def test_what_memory_was_found_to_hold_is_known_after_a_worker_was_lost(tmp_path: Path, shares: Any) -> None:
+@pytest.mark.parametrize(
+    ("shares", "phase"),
+    [(None, "forward"), ((6, 5, 5), "forward"), (None, "backward")],
+    ids=["followed", "pinned", "only backward"],
+)
+def test_what_memory_was_found_to_hold_is_known_after_a_worker_was_lost(
+    tmp_path: Path, shares: Any, phase: str
+) -> None:
     case = Case(steps=10, faults=(Fault(name="c", place="before apply", nth=6),), arguments={"shares": shares})
     reference = solo(train_in_little_memory, Case(steps=10))
-    with crew_of(tmp_path, "abc", train_in_little_memory, case) as crew:
+    with crew_of(tmp_path, "abc", train_in_little_memory, case, phase) as crew:
         results = crew.results()
         for name in "ab":
             for one, other in zip(results[name]["values"], reference["values"]):

@@ -84,8 +84,7 @@ def test_a_machine_joins_loses_its_cable_comes_back_and_its_launcher_is_killed(
     desk.pull_cable()
     cut_s = home.reaches(ranks=2, timeout_s=4 * PATIENCE_S)
     assert cut_s < 2 * PATIENCE_S + 1.0
-    said = home.line("no sign of life from")
-    assert "desk/0 (desk)" in said, home.terminal
+    said = home.line("no sign of life from desk/0 (desk) for")
     assert "frozen or unreachable" in said
     desk.line(f"waiting for {hub} to be reachable again")
     desk.plug_in()
@@ -115,7 +114,7 @@ def test_a_run_ends_on_all_machines_when_the_one_with_the_hub_is_gone(
     began_s = time.monotonic()
     assert desk.status() == 75
     assert time.monotonic() - began_s < PATIENCE_S + 4.0
-    errors = [line for line in desk.terminal.splitlines() if line.startswith("ragtag: ")]
+    errors = [line for line in desk.terminal.splitlines() if line.startswith("ragtag: ") and "% " not in line]
     assert len(errors) == 1, desk.terminal
     assert errors[0].startswith(f"ragtag: the hub at {hub} has not been heard (patience_s={PATIENCE_S:g})")
     assert f"last checkpoint is {checkpoints}/" in errors[0]
@@ -171,6 +170,7 @@ def test_a_machine_that_another_one_cannot_reach_does_not_stop_the_run(
     shed.type("--hub", hub, token=token)
     said = shed.line("ragtag: ")
     assert said.startswith("ragtag: shed/0 (shed) was taken in, but not for long"), said
-    assert "cannot be reached by other members" in said
+    # Whichever of the three is first to say that it failed: the two that cannot talk, or the one that heard of it.
+    assert "cannot be reached by other members" in said or "generations with it fail time and again" in said, said
     shed.kill()
     home.reaches(ranks=2)

@@ -89,7 +89,8 @@ def train_with_one_that_hangs(seconds: float) -> Any:
         return cross_entropy(model, batch)
 
     trainer = None
-    trainer = trainer_of(model, loss_fn=loss_fn, patience_s=2.0, settings={"cover_stalls": False})
+    # Pinned, so that it has work in every step.
+    trainer = trainer_of(model, loss_fn=loss_fn, patience_s=2.0, settings={"cover_stalls": False}, shares=(8, 8))
     list(trainer.steps(12))
     trainer.close()
     return "ended"
@@ -131,11 +132,15 @@ for step in trainer.steps(10**6):
 
 
 @contextlib.contextmanager
-def launched(directory: Path, *words: str):
+def launched(directory: Path, *words: str, quiet: bool = True):
+    """`ragtag launch WORDS` of the script in `directory`, with two workers."""
     (directory / "train.py").write_text(SCRIPT)
     with (directory / "terminal").open("wb") as terminal:
         launch = subprocess.Popen(
-            [sys.executable, "-m", "ragtag.cli.main", "launch", "--quiet", "--local", "2", *words, "train.py"],
+            [
+                *(sys.executable, "-m", "ragtag.cli.main", "launch", "--local", "2"),
+                *(*(["--quiet"] if quiet else []), *words, "train.py"),
+            ],
             env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "RAGTAG_PATIENCE_S": "4"},
             cwd=directory,
             stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,19 +23,22 @@ DATA = [(torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_
 
 
 class Fault:
-    """What happens to the worker called `name` in one phase of one step."""
+    """What happens, once, to the worker called `name` in one phase of one step."""
 
     def __init__(self, name: str = "", step: int = 0, phase: str = "", act: str = "kill") -> None:
         self.name, self.step, self.phase, self.act = name, step, phase, act
         self.now: Callable[[], int] | None = None
+        self.done = False
 
     def here(self, phase: str) -> None:
         if (
-            phase == self.phase
+            not self.done
+            and phase == self.phase
             and os.environ.get("RAGTAG_WORKER") == self.name
             and self.now
             and self.now() == self.step
         ):
+            self.done = True
             if self.act == "sleep":
                 time.sleep(15.0)
             else:
@@ -174,7 +178,9 @@ def test_a_worker_joins_a_run_under_way(tmp_path: Path) -> None:
         assert len(results["a"]["losses"]) == steps
 
 
-def test_a_frozen_worker_is_given_up_and_told_so_when_it_wakes(tmp_path: Path) -> None:
+def test_a_frozen_worker_is_given_up_and_told_so_when_it_wakes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     steps = 120
     reference = solo(train, None, steps)
     with Crew(tmp_path, expected=3, patience_s=3.0) as crew:
@@ -183,13 +189,16 @@ def test_a_frozen_worker_is_given_up_and_told_so_when_it_wakes(tmp_path: Path) -
         crew.wait_for_step(10, "a", "c")
         crew.signal("b", signal.SIGCONT)
         woken = crew.results("b")["b"]
-        assert "was given up and the others went on without it" in str(woken), woken
+        assert f"b ({socket.gethostname()}) was given up and the others went on without it: no sign of life" in str(
+            woken
+        )
+        assert f"no sign of life from b ({socket.gethostname()}) for " in capfd.readouterr().err
         for result in crew.results("a", "c").values():
             check(result, reference)
             assert result["generations"][-1][2] == 2
 
 
-def test_a_worker_whose_data_stalls_is_given_up(tmp_path: Path) -> None:
+def test_a_worker_whose_data_stalls_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     steps = 120
     reference = solo(train, None, steps)
     with Crew(tmp_path, expected=3, patience_s=3.0) as crew:
@@ -198,6 +207,7 @@ def test_a_worker_whose_data_stalls_is_given_up(tmp_path: Path) -> None:
         for result in crew.results("a", "c").values():
             check(result, reference)
             assert result["generations"][-1][2] == 2
+        assert f"data stall: b ({socket.gethostname()}) has been reading data for " in capfd.readouterr().err
 
 
 def linear_trainer() -> ragtag.Trainer:

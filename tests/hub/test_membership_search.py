@@ -73,6 +73,7 @@ def test_rules_hold_in_wider_worlds(bounds):
 
 def assert_holds(bounds: Bounds) -> None:
     result = search(Model(bounds))
+    print(f"{result.states} states, {result.moves} moves")
     assert not result.violation, "\n".join((*result.trace, result.violation))
     assert result.complete
     # A fault that never happens proves nothing.

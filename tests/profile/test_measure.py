@@ -196,7 +196,7 @@ def test_blocks_cover_the_model(tmp_path):
 def test_buckets_are_measured_in_the_order_in_which_they_travel(tmp_path):
     with trainer_of(Mlp, torch.optim.SGD, 16, bucket_bytes=20_000) as trainer:
         profile = profile_of(trainer, tmp_path)
-        sizes = [bucket.flat.numel() for bucket in trainer._run.gradients().buckets]
+        sizes = [bucket.flat.numel() for bucket in trainer._run.replica_sums().buckets]
     (device,) = profile.devices
     assert profile.model.bucket_bytes == tuple(4 * size for size in sizes)
     assert len(device.bucket_ready) == len(sizes) > 3

@@ -82,7 +82,7 @@ def train(fault, settings=None, options=None, steps=STEPS):
     )
     reports = list(trainer.steps(steps))
     plan, decisions = trainer.plan, trainer.decisions
-    assert trainer._run.gradients()._overlap == config.overlap, "a repeated reduction ends the overlap"
+    assert trainer._run.replica_sums()._overlap == config.overlap, "a repeated reduction ends the overlap"
     trainer.close()
     return cases.values(model), reports, plan, decisions, fault.tried
 

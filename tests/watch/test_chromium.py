@@ -161,6 +161,7 @@ def test_what_is_written_appears(browser, tmp_path):
         example_log.append(log, events[when[40] : when[62]])
         page.wait_for_selector("tr.gone[data-device='nook/1']")
         assert page.locator("[data-finding]").count() == 0, "it is over"
+        assert "over since step 49: rank 1 (desk/1 on desk)" in page.locator("[data-over='desk/1']").inner_text()
         example_log.append(log, events[when[62] : when[120] + 1])
         appears(page, "document.title.startsWith('120 ')")
         assert page.locator("tr[data-device='nook/2']").get_attribute("data-share") == "5"

@@ -1,11 +1,24 @@
 """Kinds of state that lie in slices, to the bit; what cannot be saved or loaded is the same error on every rank."""
 
+import logging
+import os
+import resource
+import signal
+from functools import partial
+
 import pytest
+import safetensors.torch
 import torch
 
+import ragtag
+from ragtag.checkpoint.directory import mark_of
 from ragtag.checkpoint.file import load_file
+from ragtag.checkpoint.tree import flatten
+from ragtag.cli.export import run_export
+from ragtag.runtime.stop_signals import Stopped
 from tests.ranks import run_ranks, solo
-from tests.zero.test_zero_checkpoint import STEPS, adam, groups_of, make
+from tests.zero.models import tiny
+from tests.zero.test_zero_checkpoint import STEPS, Rich, adam, assert_same, changed, groups_of, make, uninterrupted
 
 # ---- to the bit
 
@@ -45,6 +58,30 @@ def test_what_was_loaded_is_saved_again_to_the_bit(kind, tmp_path):
         other, others = flatten({**load_file(file), "script": None})
         assert (other, list(others)) == (skeleton, list(tensors))
         assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+
+
+def part_of_the_model(layout, world_size, path, again=None):
+    """A part of the model, with its parameters, is registered besides."""
+    model = tiny()
+    trainer = make(layout, world_size, model=model, state={"part": model.blocks[1]})
+    if again is None:
+        list(trainer.steps(2))
+        trainer.save(path)
+    else:
+        trainer.load(path, replay=False)
+        trainer.save(again)
+    trainer.close()
+
+
+def test_parameters_that_are_registered_besides_are_the_same_memory(tmp_path):
+    files = [tmp_path / name for name in ("first", "second", "third")]
+    run_ranks(2, part_of_the_model, "zero2", 2, files[0])
+    solo(part_of_the_model, "replicated", 1, files[0], files[1])
+    run_ranks(2, part_of_the_model, "zero1", 2, files[1], files[2])
+    for file in files:
+        tree = load_file(file)
+        assert tree["state"]["part"]["mix.weight"] is tree["model"]["blocks.1.mix.weight"]
+        assert_same(file, files[0], without=("script",))
 
 
 def test_weights_are_exported_from_a_file_of_slices(tmp_path):
@@ -170,3 +207,40 @@ def test_what_does_not_fit_is_the_same_error_on_every_rank(layout, tmp_path):
         assert text in message
         assert origin == 0
     solo(uninterrupted, tmp_path)
+    end, expected = load_file(tmp_path / f"end-{layout}"), load_file(tmp_path / str(STEPS))
+    for name, tensor in flatten(expected["optimizer"])[1].items():
+        assert torch.allclose(flatten(end["optimizer"])[1][name], tensor, rtol=1e-10, atol=1e-10), name
+
+
+# ---- what only whole parameters could give
+
+
+class Folding(torch.nn.Module):
+    """Its `state_dict` holds something that it computes from parameters."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(tokens)
+
+    def get_extra_state(self):
+        return {"scaled": 2 * self.model.embed.weight.detach().abs().sum()}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def fold(layout, path):
+    trainer = make(layout, 2, model=Folding(tiny()), state={})
+    with pytest.raises(
+        ragtag.CheckpointError, match=r"computes '_extra_state\.scaled' from parameters, which with layout"
+    ):
+        trainer.save(path)
+    assert [report.number for report in trainer.steps(1)] == [1]
+    trainer.close()
+
+
+def test_what_is_computed_from_parameters_that_are_not_here_is_refused(tmp_path):
+    run_ranks(2, fold, "zero3", tmp_path / "x")

@@ -23,7 +23,7 @@ class Fails(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
         raise torch.OutOfMemoryError("out of memory in backward")
 
 
@@ -120,7 +120,7 @@ def train_capped(cluster):
     memory, plan = trainer._run.memory, trainer.plan
     list(trainer.steps(3))
     whole = trainer._run.sharding.parameters()
-    result = {name: p.detach().clone() for name, p in whole.items()}, memory.peak_bytes, plan
+    result = {name: p.detach().clone() for name, p in whole.items()}, memory.peak_bytes, plan  # pyright: ignore[reportAttributeAccessIssue]
     trainer.close()
     return result
 

@@ -24,7 +24,11 @@ def unused():
 
 def frozen():
     model = tiny()
-    for parameter in [*model.embed.parameters(), *model.blocks[0].parameters(), model.blocks[1].up.weight]:
+    for parameter in [
+        *model.embed.parameters(),
+        *model.blocks[0].parameters(),
+        model.get_parameter("blocks.1.up.weight"),
+    ]:
         parameter.requires_grad_(False)
     return model
 

@@ -104,9 +104,7 @@ class _Flatten:
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensor(value, path)}
         if kind is Described:
-            name = self._names.setdefault(value, _tensor_name(path))
-            self.tensors.setdefault(name, value)
-            return {"tensor": name}
+            return {"tensor": self._described(value, path)}
         if isinstance(value, numpy.generic) and value.dtype.kind in _NUMPY_KINDS and value.itemsize <= 8:
             return {"numpy": [value.dtype.name, self.node(value.item(), path)]}
         raise CheckpointError(
@@ -135,6 +133,13 @@ class _Flatten:
             self.tensors[name] = tensor.detach()
             return name
         raise CheckpointError(f"{_where(path)} is {obstacle}; a checkpoint holds plain dense tensors only.")
+
+    def _described(self, value: Described, path: tuple[str, ...]) -> str:
+        if value.numel and value in self._names:
+            return self._names[value]
+        name = self._names[value] = _tensor_name(path)
+        self.tensors[name] = value
+        return name
 
 
 def _escape(key: Any) -> str:

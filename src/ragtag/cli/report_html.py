@@ -149,11 +149,14 @@ def _devices(devices: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> str:
 def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
     if not findings:
         return "<p>Nobody.</p>"
-    return "".join(
-        f'<p class="finding{" over" if each.get("over") else ""}"><b>{escape(each["cause"])}</b>, since step '
-        f"{each['since_step']:,}: {escape(each['text'])}{' (over)' if each.get('over') else ''}</p>"
-        for each in findings
-    )
+    items = []
+    for each in findings:
+        kind, when = "finding", f"since step {each['since_step']:,}"
+        if each["over"]:
+            kind, when = "finding over", f"{when}, over since step {each['step']:,}"
+        text = escape(each["text"][:_LONGEST])
+        items.append(f'<p class="{kind}"><b>{escape(each["cause"])}</b>, {when}: {text}</p>')
+    return "".join(items)
 
 
 def _timeline(timeline: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ slow, and where there are only two, the one at the far end from rank 0.
 
 from collections.abc import Collection, Sequence
 
-from ragtag.control.blame_excess import Excess
+from ragtag.control.blame_excess import Excess, lower_median, of_others
 
 _SURELY = 4
 """Steps after which a machine's other link would be known to be slow too."""
@@ -33,6 +33,7 @@ class RingLinks:
             for link in range(count)
         ]
         """By link, those that should be as fast."""
+        self._all_alike = all(len(like) == count - 1 for like in self._like)
         self._borders = {
             place: tuple(link for link, ends in enumerate(self._ends) if (ends[0] == place) != (ends[1] == place))
             for place in dict.fromkeys(places)
@@ -42,13 +43,12 @@ class RingLinks:
     def expected_s(self, link_s: Sequence[float], usual: Sequence[float | None]) -> list[float]:
         """Return by link what is expected of it: as little as of others like it, or as it used to be; 0 where there is
         neither."""
-        expected = []
-        for like, own in zip(self._like, usual):
-            others = sorted([link_s[link] for link in like])
-            known = [others[(len(others) - 1) // 2]] if others else []
-            known += [own] if own is not None else []
-            expected.append(min(known, default=0.0))
-        return expected
+        if self._all_alike:
+            others = of_others(link_s)
+        else:
+            others = [lower_median([link_s[link] for link in like]) for like in self._like]
+        known = [[each for each in both if each is not None] for both in zip(others, usual)]
+        return [min(each, default=0.0) for each in known]
 
     def slow(self, found: Collection[int], links: Sequence[Excess]) -> dict[int, tuple[int, ...]]:
         """Return the rank, if any, to whom links are slow that were `found` to be, and which."""
@@ -59,13 +59,13 @@ class RingLinks:
             if len(self._borders) == 2:
                 place = next(each for each in self._borders if each != self._places[0])
             else:
-                place = max(slow, key=lambda each: min([links[link].lately for link in self._borders[each]]))
+                place = max(slow, key=lambda each: min([links[link].beyond.lately for link in self._borders[each]]))
             border = self._borders[place]
             return {next(link for link in border if self._places[link] == place): border}
-        single = [link for link in found if links[link].run >= _SURELY and self._is_alone(link, links)]
+        single = [link for link in found if links[link].beyond.run >= _SURELY and self._is_alone(link, links)]
         if not single:
             return {}
-        link = max(single, key=lambda each: links[each].lately)
+        link = max(single, key=lambda each: links[each].beyond.lately)
         to_near = self._places[link] == self._places[0]
         return {(link - 1) % len(links) if to_near else link: (link,)}
 
@@ -73,7 +73,7 @@ class RingLinks:
         """Whether no other link of its two machines could turn out to be slow as well."""
         ends = set(self._ends[link])
         beside = [other for other, places in enumerate(self._ends) if other != link and ends.intersection(places)]
-        return all(max(list(links[other].beyond)[-_SURELY:], default=0.0) < 1.0 for other in beside)
+        return all(max(list(links[other].beyond.newest)[-_SURELY:], default=0.0) < 1.0 for other in beside)
 
     def name(self, links: Sequence[int]) -> str:
         """Return "the link desk-home" where it is one between two hosts, "its links" otherwise."""

@@ -7,10 +7,11 @@ sequences, is nobody's excess.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
-from ragtag.control.blame_excess import Excess, noise_of, of_others
+from ragtag.control.blame_excess import Beyond, Excess, noise_of, odds_of, of_others
 from ragtag.control.blame_links import RingLinks
 from ragtag.control.blame_seen import Seen
 from ragtag.control.robust import log_ratio, median
@@ -23,7 +24,7 @@ _PAST_SPREAD = 1.25
 """How much more uncertain a difference from the own past is than one step."""
 _REMEMBERED = 32
 _MEMORY_STEPS = 30
-"""Steps for which slow computing is put down to memory that has run out."""
+"""Steps within which slow computing is put down to memory that has run out; for as long as it lasts, then."""
 _FAULTS = 20.0
 """Pages read from disk in a step, beyond four times as many as the others', that tell of too little memory."""
 
@@ -48,14 +49,27 @@ class Step(msgspec.Struct):
 class Rank:
     """What is followed of one rank."""
 
-    __slots__ = ("compute", "data", "faults", "host", "link", "ran_out_at")
+    __slots__ = (
+        "change", "compute", "data", "faults", "has_changed", "host", "in_pieces", "limited_at", "link", "ran_out_at",
+        "receiving",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.compute = Excess(relative=True)
+        self.change = Beyond()
+        """Its computing, beyond its own past only."""
+        self.has_changed = False
+        """Whether it has become slower, or its past is too short to tell."""
         self.data = Excess()
         self.host, self.link = Excess(bursts=True), Excess(bursts=True)
+        self.receiving = Excess(bursts=True)
+        """Waiting for a processor of what receives from others."""
         self.ran_out_at: int | None = None
         """The step in which its memory has run out last."""
+        self.in_pieces = False
+        """Whether it computes its share in smaller pieces than equal devices, because of its memory."""
+        self.limited_at: int | None = None
+        """The step in which that began, or was first seen."""
         self.faults = 0.0
         """Pages read from disk a step, beyond those of others."""
 
@@ -66,7 +80,7 @@ class Rank:
 
     def short_of_memory(self, step: int) -> bool:
         """Whether slow computing comes of too little memory."""
-        recently = self.ran_out_at is not None and step - self.ran_out_at <= _MEMORY_STEPS
+        recently = self.limited_at is not None and step - self.limited_at <= _MEMORY_STEPS
         return recently or self.faults > _FAULTS
 
 
@@ -82,8 +96,13 @@ class Measure:
         self.ranks = [Rank() for _ in hosts]
         self.ring = RingLinks(hosts)
         self.usual_step_s = 0.0
+        self.luck_s = 0.0
+        """Standard deviation of the difference of two ranks' computing in one step."""
         self.num_seen = 0
         self._alike = [[r for r, kind in enumerate(kinds) if kind == each] for each in dict.fromkeys(kinds)]
+        self._odds_of_compute = partial(odds_of, [rank.compute.beyond for rank in self.ranks])
+        self._odds_of_change = partial(odds_of, [rank.change for rank in self.ranks])
+        self._odds_of_data = partial(odds_of, [rank.data.beyond for rank in self.ranks])
         self._walls: deque[float] = deque(maxlen=_REMEMBERED)
         self._before: Seen | None = None
 
@@ -93,23 +112,41 @@ class Measure:
         self.num_seen += 1
         self._walls.append(seen.wall_s)
         self.usual_step_s = median(self._walls)
-        for rank, ran_out, own, other in zip(self.ranks, seen.ran_out, seen.faults, of_others(seen.faults)):
-            if ran_out:
-                rank.ran_out_at = seen.step
-            rank.faults = 0.7 * rank.faults + 0.3 * max(0.0, own - 4 * (other or 0.0))
+        self._memory(seen)
+        waits = [seconds if present else None for seconds, present in zip(seen.host_s, seen.present)]
+        host_s = self._waiting([rank.host for rank in self.ranks], waits, after=1)
         return Step(
             number=seen.step,
             work_s=[sum(each) for each in zip(seen.apply_s, seen.data_s, seen.redo_s, seen.compute_s)],
-            compute_s=self._compute(seen, accused),
-            data_s=self._data(seen),
-            host_s=self._host(seen),
+            compute_s=self._compute(seen, host_s, accused),
+            data_s=self._data(seen, host_s, accused),
+            host_s=host_s,
             redo_s=list(seen.redo_s),
             link_s=self._link(seen, accused),
-            link_host_s=[max(0.0, (s or 0.0) - (other or 0.0)) for s, other in _beside_others(before.link_host_s)],
+            link_host_s=self._waiting([rank.receiving for rank in self.ranks], before.link_host_s, after=2),
             comm_s=before.comm_s,
         )
 
-    def _compute(self, seen: Seen, accused: Sequence[int]) -> list[float]:
+    def _memory(self, seen: Seen) -> None:
+        for rank, own, other in zip(self.ranks, seen.faults, of_others(seen.faults)):
+            if own or rank.faults:
+                rank.faults = 0.7 * rank.faults + 0.3 * max(0.0, own - 4 * (other or 0.0))
+        if min(seen.micro_batch) == max(seen.micro_batch) and not any(seen.ran_out):
+            for rank in self.ranks:
+                rank.in_pieces = False
+            return
+        for alike in self._alike:
+            largest = max([seen.micro_batch[rank] for rank in alike])
+            for r in alike:
+                rank = self.ranks[r]
+                if seen.ran_out[r]:
+                    rank.ran_out_at = rank.limited_at = seen.step
+                in_pieces = seen.micro_batch[r] < min(largest, seen.samples[r])
+                if in_pieces and self.num_seen == 1:  # its memory has run out in an earlier generation
+                    rank.limited_at = seen.step
+                rank.in_pieces = in_pieces and rank.limited_at is not None
+
+    def _compute(self, seen: Seen, host_s: Sequence[float], accused: Sequence[int]) -> list[float]:
         sizes = self._sizes(seen)
         levels = [
             seconds / size if present and not ran_out else None
@@ -125,26 +162,25 @@ class Measure:
                     spread[rank] = (1 + 1.57 / count) ** 0.5
         common = self._common(levels)
         noise = noise_of([rank.compute for rank in self.ranks], _NOISE, _UNSEEN_JUMP)
+        self.luck_s = 2**0.5 * noise * max(seen.compute_s)
         excess_s = [0.0] * len(levels)
         for r, (rank, level) in enumerate(zip(self.ranks, levels)):
             if level is None:
                 rank.compute.skip()
                 continue
-            # What its processors did for others is no fault of the device.
-            own = max(0.0, seen.compute_s[r] - seen.host_s[r]) / sizes[r]
+            # What its processors did for others, beyond what others' do too, is no fault of the device.
+            own = max(0.0, seen.compute_s[r] - host_s[r]) / sizes[r]
             usual = rank.compute.usual
             past = None if usual is None else usual * common[r]
-            beyond, base = max(
-                [
-                    (log_ratio(own, base) / (noise * deviation), base)
-                    for base, deviation in ((expected[r], spread[r]), (past, _PAST_SPREAD))
-                    if base
-                ],
-                default=(0.0, own),
-            )
+            bases = ((expected[r], spread[r]), (past, _PAST_SPREAD))
+            beyonds = [(log_ratio(own, base) / (noise * deviation), base) for base, deviation in bases if base]
+            beyond, base = max(beyonds, default=(0.0, own))
             excess_s[r] = max(0.0, (own - base) * sizes[r])
             if self.num_seen > 1:  # in the first, each device warms up in its own way
-                rank.compute.follow(level, beyond)
+                rank.compute.follow(level, beyond, self._odds_of_compute, accused=r in accused)
+                if past:
+                    rank.change.add(beyonds[-1][0], self._odds_of_change, accused=r in accused)
+                rank.has_changed = not past or rank.change.is_found
                 _remember(rank.compute, level, accused=r in accused)
         return excess_s
 
@@ -166,7 +202,7 @@ class Measure:
         ]
         return [1.0 if each is None else max(1.0, each) for each in of_others(slower)]
 
-    def _data(self, seen: Seen) -> list[float]:
+    def _data(self, seen: Seen, host_s: Sequence[float], accused: Sequence[int]) -> list[float]:
         rates = [
             seconds / samples if present else None
             for seconds, samples, present in zip(seen.data_s, seen.samples, seen.present)
@@ -177,24 +213,24 @@ class Measure:
             if rate is None:
                 rank.data.skip()
                 continue
-            own_s = max(0.0, seen.data_s[r] - seen.host_s[r])
+            own_s = max(0.0, seen.data_s[r] - host_s[r])
             over_s = 0.0 if other is None else own_s - other * seen.samples[r]
             excess_s[r] = max(0.0, over_s)
             if self.num_seen > 1:
-                rank.data.follow(seen.data_s[r], over_s / noise_s)
+                rank.data.follow(seen.data_s[r], over_s / noise_s, self._odds_of_data, accused=r in accused)
         return excess_s
 
-    def _host(self, seen: Seen) -> list[float]:
-        waits = [seconds if present else None for seconds, present in zip(seen.host_s, seen.present)]
-        noise_s = self._noise_s([rank.host for rank in self.ranks])
-        excess_s = [0.0] * len(waits)
-        for r, (rank, (own_s, other_s)) in enumerate(zip(self.ranks, _beside_others(waits))):
+    def _waiting(self, numbers: Sequence[Excess], values: Sequence[float | None], *, after: int) -> list[float]:
+        """By how much each of `values` exceeds those of the others, followed in `numbers` after so many steps."""
+        noise_s = self._noise_s(numbers)
+        excess_s = [0.0] * len(values)
+        for r, (number, (own_s, other_s)) in enumerate(zip(numbers, _beside_others(values))):
             if own_s is None:
-                rank.host.skip()
+                number.skip()
                 continue
             excess_s[r] = max(0.0, own_s - (other_s or 0.0))
-            if self.num_seen > 1:
-                rank.host.follow(own_s, excess_s[r] / noise_s)
+            if self.num_seen > after:
+                number.follow(own_s, excess_s[r] / noise_s)
         return excess_s
 
     def _link(self, seen: Seen, accused: Sequence[int]) -> list[float]:

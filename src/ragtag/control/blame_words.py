@@ -48,6 +48,9 @@ def memory(seen: Seen, steps: Iterable[Step], of: Rank, rank: int) -> str:
             parts.append(f"{duration(lost_s)} of work were done again")
         if seen.micro_batch[rank] < seen.samples[rank]:
             parts.append(f"it computes {samples(seen.micro_batch[rank])} at a time")
+    elif of.in_pieces:
+        others = f"others up to {max(seen.micro_batch)}"
+        parts.append(f"its memory holds {samples(seen.micro_batch[rank])} at a time ({others})")
     else:
         parts.append(f"its memory is too small: {of.faults:.0f} pages a step are read from disk")
     return ", ".join(parts)

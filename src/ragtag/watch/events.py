@@ -164,7 +164,11 @@ class Decided(Event, tag="decision", frozen=True, kw_only=True):
 
 
 class Finding(Event, tag="finding", frozen=True, kw_only=True):
-    """Who holds the others up, and why. Written when it is found, and with `over` when it no longer does."""
+    """Who holds the others up, and why.
+
+    Written when it is found; again, with the same `since_step`, when it costs twice as much; and with `over` when it no
+    longer does, or the cause is another one. A new generation ends all of them without a word.
+    """
 
     step: int
     rank: int
@@ -173,7 +177,7 @@ class Finding(Event, tag="finding", frozen=True, kw_only=True):
     cause: Cause
     since_step: int
     lost_s: float
-    """Seconds that each step takes longer because of it."""
+    """Seconds that each step takes longer because of it; where it is over, each of its steps on average."""
     text: str
     """The finding in one line that a person understands, with numbers."""
     over: bool = False

@@ -255,12 +255,15 @@ class RunState:
             self.began = self.began or event
             return
         self._rewind(event.step)
+        self._end_findings(event.step)
         self.began, self.ended = event, None
         self.first = self.first or event
 
     def _apply_members(self, event: Members) -> None:
         self.ended = None
         before, self.members = self.members, event
+        if before is not None and msgspec.structs.replace(before, t=event.t) != event:  # else a new file begins with it
+            self._end_findings(event.step)
         names = [member.name for member in event.ranks]
         reasons = {left.name: left.reason for left in event.left}
         for name, device in self.devices.items():
@@ -313,6 +316,12 @@ class RunState:
             for key in over[: len(self.findings) - _KEPT]:
                 del self.findings[key]
             _bound(self.findings, 2 * _KEPT)
+
+    def _end_findings(self, step: int) -> None:
+        """Whoever looked for them begins anew, with other ranks."""
+        for key, finding in self.findings.items():
+            if not finding.over:
+                self.findings[key] = msgspec.structs.replace(finding, over=True, step=step)
 
     def _apply_verdict(self, event: Verdict) -> None:
         for worth in event.devices:

@@ -197,6 +197,8 @@ def _last_words(drawn: Drawn, room: int, width: int) -> RenderResult:
         how = "has joined" if each["joined"] else "is gone"
         why = f": {each['reason']}" if each["reason"] else ""
         shown.append(_text(f"step {each['step']}: {each['name']} {how}{why}"))
+    for each in [each for each in drawn["findings"] if each["over"]][:3]:
+        shown.append(_text(f"step {each['step']}: over: {each['text']}"))
     for each in drawn["messages"][:3]:
         style = "" if each["level"] == "info" else "red"
         shown.append(_text(f"{each['source']}: {each['text']}" if each["source"] else each["text"], style))

@@ -293,6 +293,7 @@ class Rounds:
 
     def _before_model(self) -> None:
         """The script calls the model itself, between steps; then every rank does."""
+        self._backward_of = None
         if not self._in_round and self.noted is None:
             self._present(0)
 

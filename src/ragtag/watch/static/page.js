@@ -117,12 +117,13 @@ function draw() {
   drawStatus();
   if (!sections.now || !sections.devices) return;
   drawNow();
-  if (changed("findings")) drawTroubles();
+  const hasNewFindings = changed("findings");
+  if (hasNewFindings) drawTroubles();
   if (changed("devices")) drawDevices();
   if (changed("timeline")) drawTimeline();
   lossChart.draw(); etaChart.draw();
   if (changed("decisions")) drawDecisions();
-  if (changed("changes", "messages", "evaluation", "checkpoint")) drawEvents();
+  if (changed("changes", "messages", "evaluation", "checkpoint") || hasNewFindings) drawEvents();
 }
 
 function drawStatus() {
@@ -366,11 +367,16 @@ function drawEvents() {
   const { evaluation, checkpoint } = sections;
   const found = [
     ...sections.changes.map((each) => ({ t: each.t, text: each.joined ? `${each.name} has joined after step ${each.step}` : `${each.name} is gone after step ${each.step}${each.reason ? `: ${each.reason}` : ""}` })),
+    ...sections.findings.filter((each) => each.over).map((each) => ({ t: each.t, over: each.name, text: `over since step ${each.step}: ${each.text}` })),
     ...sections.messages.map((each) => ({ t: each.t, level: each.level, text: `${each.source ? `${each.source}: ` : ""}${each.text}` })),
     ...(checkpoint ? [{ t: checkpoint.t, text: `checkpoint of step ${checkpoint.step} is complete: ${checkpoint.path}` }] : []),
     ...(evaluation ? [{ t: evaluation.t, text: `evaluated after step ${evaluation.step}: ${[`${digits(evaluation.value, 4)}`, ...Object.entries(evaluation.metrics).map(([name, value]) => `${name} ${digits(value, 4)}`)].join(", ")}` }] : []),
   ].sort((one, other) => other.t - one.t);
-  if (found.length) byId("events").replaceChildren(...found.map((each) => item(time(each.t), each.level ?? "", each.text)));
+  if (found.length) byId("events").replaceChildren(...found.map((each) => {
+    const line = item(time(each.t), each.level ?? "", each.text);
+    set(line, { "data-over": each.over });
+    return line;
+  }));
 }
 
 byId("legend").replaceChildren(...Object.entries(WORDS).map(([kind, words]) => element("li", {}, element("i", { class: kind, "aria-hidden": "true" }), words)));
