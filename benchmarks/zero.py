@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import ragtag
+from ragtag.core.values import Layout
 from ragtag.examples.byte_gpt import ByteGPT, StandardLibrary, loss_fn
 
 CASES = {"zero3": ("zero3", "fsdp2", 1.10), "zero1": ("zero1", "replicated", 1.03), "zero2": ("zero2", "replicated", 0)}
@@ -57,7 +59,7 @@ def fsdp2_steps(arguments: argparse.Namespace, dataset: StandardLibrary) -> Iter
             yield
 
 
-def ragtag_steps(arguments: argparse.Namespace, dataset: StandardLibrary, layout: str) -> Iterator[None]:
+def ragtag_steps(arguments: argparse.Namespace, dataset: StandardLibrary, layout: Layout) -> Iterator[None]:
     """The same with ragtag."""
     model = gpt(arguments)
     world_size = dist.get_world_size()
@@ -91,7 +93,8 @@ def worker(arguments: argparse.Namespace) -> None:
     dataset = StandardLibrary()
     names = CASES[arguments.case][:2]
     ways = [
-        fsdp2_steps(arguments, dataset) if name == "fsdp2" else ragtag_steps(arguments, dataset, name) for name in names
+        fsdp2_steps(arguments, dataset) if name == "fsdp2" else ragtag_steps(arguments, dataset, cast(Layout, name))
+        for name in names
     ]
     for way in ways:
         block_s(way, arguments.steps)  # warm-up

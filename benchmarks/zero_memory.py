@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import ragtag
 from ragtag.control.layout import peak_bytes
 from ragtag.core.quantities import format_bytes, parse_bytes
+from ragtag.emulate.memory import MemoryCap
 from ragtag.examples.byte_gpt import ByteGPT, StandardLibrary, loss_fn
 from ragtag.runtime.zero.choosing import needs_of
 
@@ -102,7 +103,7 @@ def train_ragtag(arguments: argparse.Namespace, dataset: StandardLibrary, counte
         "peak": counter.peak,
         "built": built,
         "resident": resident,
-        "emulated": run.memory.peak_bytes,
+        "emulated": run.memory.peak_bytes if isinstance(run.memory, MemoryCap) else None,
         "losses": losses,
     }
     if plan.layout != "replicated":
@@ -220,7 +221,7 @@ def show(result: dict, caps: list[int]) -> None:
             )
         print(
             f"  rank {rank}: peak {row['peak'] / 1e6:.2f} of {row['cap'] / 1e6:.2f} MB ({100 * row['of_cap']:.0f} %)"
-            f"{extra}; between steps {row['resident'] / 1e6:.2f} before the first, being made {row['built'] / 1e6:.2f}"
+            f"{extra}; before the first step {row['resident'] / 1e6:.2f}, while it is made {row['built'] / 1e6:.2f}"
         )
 
 

@@ -16,7 +16,7 @@ from tests.hub.test_hub_server import GARBAGE, upgrade
 from tests.ranks import solo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STEPS = 60
+STEPS = 40
 
 
 class Strangers:

@@ -17,11 +17,10 @@ from tests.elastic.hostile_cases import SINK, Case
 from tests.elastic.test_elastic_training import PHASES, Fault, check, train
 from tests.ranks import solo
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 PATIENCE_S = 3.0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_worker_is_frozen_in_any_phase(tmp_path: Path, phase: str) -> None:
     steps = 120
@@ -38,10 +37,7 @@ def test_a_worker_is_frozen_in_any_phase(tmp_path: Path, phase: str) -> None:
             assert result["generations"][-1][2] == 2
 
 
-@pytest.mark.parametrize(
-    "phase",
-    ["forward", *(pytest.param(phase, marks=pytest.mark.long) for phase in PHASES if phase != "forward")],
-)
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_worker_that_wakes_when_all_others_and_the_hub_are_gone_ends_within_the_patience(
     tmp_path: Path, phase: str
 ) -> None:
@@ -82,7 +78,6 @@ def run_and_wake(crew: Crew, after_s: dict[str, float], timeout_s: float = 120.0
     return crew.results(timeout=0.0), longest_s
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 def test_workers_are_frozen_at_random_places(tmp_path: Path, seed: int) -> None:
     """For a part of the patience, which costs nobody his place, for longer, or until all others have ended."""

@@ -12,7 +12,7 @@ from tests.elastic.crew import Crew
 from tests.elastic.test_elastic_training import Fault, check, train
 from tests.ranks import solo
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 PATIENCE_S = 3.0
 STEPS = 60
 
@@ -33,7 +33,6 @@ def test_a_hub_that_is_frozen_for_less_than_the_patience_costs_nobody_its_place(
             assert {ranks for _, _, ranks in result["generations"]} == {3}
 
 
-@pytest.mark.long
 def test_a_hub_that_stays_frozen_ends_all_within_the_patience(tmp_path: Path) -> None:
     with Crew(tmp_path, expected=3, patience_s=PATIENCE_S) as crew:
         for name in "abc":
@@ -48,7 +47,7 @@ def test_a_hub_that_stays_frozen_ends_all_within_the_patience(tmp_path: Path) ->
         assert time.monotonic() - began_s < 2 * PATIENCE_S + 3.0
 
 
-@pytest.mark.parametrize("phase", ["reducing", pytest.param("voted", marks=pytest.mark.long)])
+@pytest.mark.parametrize("phase", ["reducing", "voted"])
 def test_a_worker_is_killed_while_the_hub_is_away(tmp_path: Path, phase: str) -> None:
     """The others find out by themselves, wait for the hub, and go on when it has waited for the one that is gone."""
     reference = solo(train, None, STEPS)
@@ -65,7 +64,7 @@ def test_a_worker_is_killed_while_the_hub_is_away(tmp_path: Path, phase: str) ->
             assert result["generations"][-1][2] == 2
 
 
-@pytest.mark.parametrize("again", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("again", [1, 3])
 def test_the_hub_is_killed_while_a_generation_forms(tmp_path: Path, again: int) -> None:
     """Right after a worker was lost, and again as soon as it has been started."""
     reference = solo(train, None, STEPS)

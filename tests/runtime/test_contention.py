@@ -138,6 +138,15 @@ def test_a_thread_that_ends(kernel):
     assert contention.take() == (0.0, 0.0)
 
 
+def test_what_receives_ends_before_it_is_asked(kernel):
+    contention = kernel.contention
+    kernel.runs(DATA, waits_s=5.0)
+    contention.begin_work()
+    contention.end_work()
+    kernel.ends(DATA)
+    assert contention.take() == (0.0, 0.0)
+
+
 def test_a_new_generation_has_a_new_data_thread(kernel):
     contention = kernel.contention
     contention.begin_work()
@@ -183,10 +192,12 @@ def test_no_file_stays_open(kernel):
     kernel.runs(LIBRARY, 0.9)
     contention.look_around(1.0)
     contention.begin_work()
+    contention.end_work()
     assert num_open() == before + 3
     kernel.runs(ANOTHER, 0.9)
     contention.look_around(1.0)
     contention.begin_work()
+    contention.end_work()
     assert num_open() == before + 3, "those that are busy no more are closed"
     contention.close()
     assert num_open() == before

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ragtag.checkpoint.file import SavedFile
+from ragtag.checkpoint.file import SavedFile, checked
 from ragtag.checkpoint.parts import Part
 from ragtag.checkpoint.storage import Storage
 from ragtag.core.errors import CheckpointError
@@ -210,8 +210,9 @@ class Directory:
                 self._storage.remove(name)
 
 
-def newest_good(directory: Directory) -> tuple[Mark, Any]:
-    """Return the newest checkpoint that can be read, for whoever is alone with it; damaged ones are warned of.
+def newest_open(directory: Directory) -> tuple[Mark, SavedFile]:
+    """Return the newest checkpoint that can be read, checked and open, for whoever is alone with it; damaged ones are
+    warned of.
 
     Raises:
         CheckpointError: there is none.
@@ -222,7 +223,14 @@ def newest_good(directory: Directory) -> tuple[Mark, Any]:
     run = run_to_continue([view])
     for mark, _ in candidates([view], run) if run is not None else []:
         try:
-            return mark, directory.load(mark)
+            return mark, checked(directory.open(mark))
         except CheckpointError as error:
             log.warning("%s The one before it is used.", error)
     raise CheckpointError(f"there is no checkpoint in {directory.address} that can be read.")
+
+
+def newest_good(directory: Directory) -> tuple[Mark, Any]:
+    """Return the newest checkpoint that can be read, and what it holds; see `newest_open`."""
+    mark, saved = newest_open(directory)
+    with saved:
+        return mark, saved.load()

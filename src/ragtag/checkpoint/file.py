@@ -87,16 +87,18 @@ def save_file(
 
 def write_whole(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
     metadata: Mapping[str, str],
     *,
+    parts: Iterable[Part] = (),
     kind: str = "checkpoint",
     called: str = "",
     confirm: Callable[[], None] | None = None,
 ) -> None:
     """Write `tensors` as one safetensors file, or leave what is there.
 
-    The file is `fsync`ed, then renamed, then the directory is `fsync`ed. A symbolic link is followed.
+    The file is `fsync`ed, then renamed, then the directory is `fsync`ed. A symbolic link is followed. `parts` are as
+    for `save_file`.
 
     Raises:
         CheckpointError: the file system refused, or the format has no such tensors.
@@ -106,7 +108,7 @@ def write_whole(
         places = places_of(tensors)
         header = header_of(places, metadata)
         file.write(header)
-        _write_tensors(file, len(header), places, tensors, ())
+        _write_tensors(file, len(header), places, tensors, parts)
 
     _refuse_unsupported(tensors)
     _write_whole(path, write, kind=kind, called=called, confirm=confirm)
@@ -169,7 +171,8 @@ def _write_tensors(
     for name in places:
         tensor = tensors[name]
         if isinstance(tensor, torch.Tensor):
-            put(name, 0, for_file(name, tensor).reshape(-1))
+            host = tensor.detach().resolve_conj().resolve_neg().cpu()
+            put(name, 0, host.contiguous().reshape(-1))
     names = {each: name for name, each in tensors.items() if isinstance(each, Described)}
     for part in parts:
         put(names[part.of], part.first, part.values)
@@ -248,6 +251,17 @@ class SavedFile:
             if part is not None:
                 yield part
 
+    def load(self) -> Any:
+        """Return the tree with all its tensors.
+
+        Raises:
+            CheckpointError: one is damaged, or cannot be read.
+        """
+        tensors = {described: described.empty() for described in self.described.values()}
+        for of, first, values in self.parts():
+            tensors[of].view(-1)[first : first + values.numel()].copy_(values)
+        return unflatten(self.skeleton, {name: tensors[described] for name, described in self.described.items()})
+
     def check(self) -> None:
         """Return if no tensor is damaged.
 
@@ -278,10 +292,17 @@ def load_file(path: str | os.PathLike[str], *, called: str = "") -> Any:
         CheckpointError: no such file, not a checkpoint, truncated, damaged, or from a newer ragtag.
     """
     with SavedFile(path, called=called) as saved:
-        tensors = {described: described.empty() for described in saved.described.values()}
-        for of, first, values in saved.parts():
-            tensors[of].view(-1)[first : first + values.numel()].copy_(values)
-        return unflatten(saved.skeleton, {name: tensors[described] for name, described in saved.described.items()})
+        return saved.load()
+
+
+def checked(saved: SavedFile) -> SavedFile:
+    """Return `saved`, undamaged; a damaged one is closed. Raises CheckpointError."""
+    try:
+        saved.check()
+    except BaseException:
+        saved.close()
+        raise
+    return saved
 
 
 def load_outline(path: str | os.PathLike[str]) -> Any:
@@ -307,13 +328,6 @@ def _checked_metadata(path: str, metadata: Mapping[str, str]) -> Mapping[str, st
     if metadata.get("header_checksum") != str(_text_checksum(*texts)):
         raise CheckpointError(f"the checkpoint {path} is damaged: its header fails its checksum. {_WAY_OUT}")
     return metadata
-
-
-def for_file(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a file has it: in this machine's memory, row by row. Raises CheckpointError for dtypes that
-    safetensors lacks."""
-    _refuse_unsupported({name: tensor})
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def _refuse_unsupported(tensors: Tensors) -> None:

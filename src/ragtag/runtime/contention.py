@@ -74,25 +74,25 @@ class Contention:
             self._training = training
             self._find_data_thread()
         with self._lock:
-            self._marks = self._read()
+            self._marks = self._read(self._training)
         self._work_s = 0.0
 
     def end_work(self) -> None:
         """It is done; what comes next is waiting for the sum over ranks."""
         with self._lock:
-            now = self._read()
+            now = self._read(self._training, self._data)
             delays = [now[number] - self._marks.get(number, now[number]) for number in now if number != self._data]
-            self._work_s = max(delays, default=0.0)
+            self._work_s = max([0.0, *delays])
             self._marks = now
 
     def take(self) -> tuple[float, float]:
         """Return seconds that own work has waited for a processor, and that receiving has since `end_work`."""
         with self._lock:
-            now = self._read()
-            delays = [now[number] - self._marks.get(number, now[number]) for number in now if number != self._training]
+            now = self._read(self._data)
+            delays = [now[number] - self._marks.get(number, now[number]) for number in now]
             self._marks = now
         work_s, self._work_s = self._work_s, 0.0
-        return work_s, max(delays, default=0.0)
+        return work_s, max([0.0, *delays])
 
     def take_faults(self) -> int:
         """Return how many pages had to be read from disk since the last call."""
@@ -133,10 +133,10 @@ class Contention:
             if name == _DATA_THREAD and number is not None:
                 self._data = number  # the newest, where an old generation's has not ended
 
-    def _read(self) -> dict[int, float]:
-        """Seconds of waiting for a processor, by thread."""
+    def _read(self, *numbers: int) -> dict[int, float]:
+        """Seconds of waiting for a processor, of these threads and of busy ones."""
         delays = {}
-        for number in (self._training, self._data, *self._others):
+        for number in (*numbers, *self._others):
             thread = self._threads.get(number)
             if thread is None and number:
                 try:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ragtag.checkpoint.directory import Directory, Mark, View, candidates, run_to_continue
-from ragtag.checkpoint.file import SavedFile, load_outline
+from ragtag.checkpoint.file import SavedFile, checked, load_outline
 from ragtag.checkpoint.parts import Part
 from ragtag.checkpoint.storage import is_remote, split
 from ragtag.comm.group import Group
@@ -56,7 +56,7 @@ def read_file(run: Run, path: str | os.PathLike[str]) -> tuple[Any, Iterable[Par
     def read() -> Any:
         storage, name = split(path)
         content = _content(run, lambda: storage.load(name), lambda: storage.open(name))
-        _checked(run, content, str(path))
+        _fitting(run, content, str(path))
         return content
 
     content = state.on_rank(rank, group, "read", read)
@@ -67,16 +67,10 @@ def _content(run: Run, load: Callable[[], Any], open_file: Callable[[], SavedFil
     """The tree in a file; or, where no rank is to hold all of it, the file, open and undamaged."""
     if run.sharding is None:
         return load()
-    saved = open_file()
-    try:
-        saved.check()
-    except BaseException:
-        saved.close()
-        raise
-    return saved
+    return checked(open_file())
 
 
-def _checked(run: Run, content: Any, source: str) -> None:
+def _fitting(run: Run, content: Any, source: str) -> None:
     """Raise CheckpointError if `content` is of another model, optimizer or run."""
     if not isinstance(content, SavedFile):
         state.check(run, content, source)
@@ -163,7 +157,7 @@ def _read_on(rank: int, run: Run, directory: Directory, mark: Mark) -> tuple[Any
 
 def _check(run: Run, content: Any, directory: Directory, mark: Mark) -> None:
     try:
-        _checked(run, content, directory.where(mark))
+        _fitting(run, content, directory.where(mark))
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} The directory {directory.address} is that run's: give this one another, with "

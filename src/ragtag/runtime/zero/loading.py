@@ -58,8 +58,11 @@ class Loading:
                     continue
                 self._takes.setdefault(value, [])
                 if (piece := pieces.get(number)) is not None:
-                    own = torch.empty(piece.last - piece.first, dtype=value.dtype, device=piece.parameter.device)
-                    self._keep(value, own, piece.first, 0, piece.last - piece.first)
+                    length = piece.last - piece.first
+                    own = optimizer.state_of(number).get(name)  # written over: there may be no room for another one
+                    if not (isinstance(own, torch.Tensor) and own.shape == (length,) and own.dtype == value.dtype):
+                        own = torch.empty(length, dtype=value.dtype, device=piece.parameter.device)
+                    self._keep(value, own, piece.first, 0, length)
                     self._states.setdefault(number, {})[name] = own
 
     def _keep(self, described: Described, target: torch.Tensor, first: int, at: int, count: int) -> None:
