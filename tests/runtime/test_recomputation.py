@@ -39,7 +39,13 @@ def train(cluster, settings):
     os.environ["RAGTAG_EMULATE"] = cluster
     model = deep()
     trainer = ragtag.Trainer(
-        model, cases.adam(model), loss_fn, data(), global_batch_size=12, config=ragtag.Config(**settings)
+        model,
+        cases.adam(model),
+        loss_fn,
+        data(),
+        global_batch_size=12,
+        shares=(6, 6),
+        config=ragtag.Config(**settings),
     )
     list(trainer.steps(5))
     recomputes, shares = trainer._run.recomputation.active, trainer.plan.shares

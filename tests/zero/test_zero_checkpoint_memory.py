@@ -116,4 +116,4 @@ def test_no_rank_holds_more_than_a_few_parts_besides_its_slices(layout, tmp_path
     monkeypatch.setattr(parts, "PART_BYTES", PART_BYTES)
     with Counting([]) as exporting:
         run_export(str(tmp_path / "x"), tmp_path / "weights", as_json=True)
-    assert exporting.peak <= 2 * PART_BYTES
+    assert exporting.peak <= 3 * PART_BYTES
