@@ -132,19 +132,26 @@ def train(make, make_optimizer, layout, steps, settings, shares, scheduled):
     return {name: p.detach().clone() for name, p in whole.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+KINDS = [
+    (tied, adam),
+    (unused, adam),
+    (frozen, sgd),
+    (shared, adam),
+    (recomputing, adam),
+    (recomputing_reentrant, sgd),
+    (tiny, groups),
+]
+QUICK = [unused, frozen, tiny]
+"""Those that differ under layouts that leave parameters whole."""
+
+
 @pytest.mark.parametrize(
-    ("make", "make_optimizer"),
+    ("make", "make_optimizer", "layout"),
     [
-        (tied, adam),
-        (unused, adam),
-        (frozen, sgd),
-        (shared, adam),
-        (recomputing, adam),
-        (recomputing_reentrant, sgd),
-        (tiny, groups),
+        pytest.param(*kind, layout, marks=[] if layout == "zero3" or kind[0] in QUICK else [pytest.mark.long])
+        for kind in KINDS
+        for layout in LAYOUTS
     ],
-    ids=lambda each: each.__name__,
 )
 def test_trains_as_one_process(make, make_optimizer, layout):
     settings = {"micro_batch": 4}
