@@ -22,7 +22,7 @@ between steps before enough were seen."""
 _LEAST_NOISE_S = 0.5e-3
 _PAST_SPREAD = 1.25
 """How much more uncertain a difference from the own past is than one step."""
-_REMEMBERED = 32
+_REMEMBERED, _ENOUGH_WALLS, _LOOKS_EVERY = 32, 16, 4
 _MEMORY_STEPS = 30
 """Steps within which slow computing is put down to memory that has run out; for as long as it lasts, then."""
 _FAULTS = 20.0
@@ -103,6 +103,12 @@ class Measure:
         self._odds_of_compute = partial(odds_of, [rank.compute.beyond for rank in self.ranks])
         self._odds_of_change = partial(odds_of, [rank.change for rank in self.ranks])
         self._odds_of_data = partial(odds_of, [rank.data.beyond for rank in self.ranks])
+        self._compute_numbers = [rank.compute for rank in self.ranks]
+        self._data_numbers = [rank.data for rank in self.ranks]
+        self._host_numbers = [rank.host for rank in self.ranks]
+        self._receiving_numbers = [rank.receiving for rank in self.ranks]
+        self._link_numbers = [rank.link for rank in self.ranks]
+        self._least_noise_s = 0.0
         self._walls: deque[float] = deque(maxlen=_REMEMBERED)
         self._before: Seen | None = None
 
@@ -111,10 +117,12 @@ class Measure:
         before, self._before = self._before or seen, seen
         self.num_seen += 1
         self._walls.append(seen.wall_s)
-        self.usual_step_s = median(self._walls)
+        if self.num_seen <= _ENOUGH_WALLS or self.num_seen % _LOOKS_EVERY == 0:
+            self.usual_step_s = median(self._walls)
+            self._least_noise_s = max(_LEAST_NOISE_S, _LEAST_PART * self.usual_step_s)
         self._memory(seen)
         waits = [seconds if present else None for seconds, present in zip(seen.host_s, seen.present)]
-        host_s = self._waiting([rank.host for rank in self.ranks], waits, after=1)
+        host_s = self._waiting(self._host_numbers, waits, after=1)
         return Step(
             number=seen.step,
             work_s=[sum(each) for each in zip(seen.apply_s, seen.data_s, seen.redo_s, seen.compute_s)],
@@ -123,7 +131,7 @@ class Measure:
             host_s=host_s,
             redo_s=list(seen.redo_s),
             link_s=self._link(seen, accused),
-            link_host_s=self._waiting([rank.receiving for rank in self.ranks], before.link_host_s, after=2),
+            link_host_s=self._waiting(self._receiving_numbers, before.link_host_s, after=2),
             comm_s=before.comm_s,
         )
 
@@ -161,7 +169,7 @@ class Measure:
                 if count > 0:  # a median of `count` noisy values is noisy itself
                     spread[rank] = (1 + 1.57 / count) ** 0.5
         common = self._common(levels)
-        noise = noise_of([rank.compute for rank in self.ranks], _NOISE, _UNSEEN_JUMP)
+        noise = noise_of(self._compute_numbers, _NOISE, _UNSEEN_JUMP)
         self.luck_s = 2**0.5 * noise * max(seen.compute_s)
         excess_s = [0.0] * len(levels)
         for r, (rank, level) in enumerate(zip(self.ranks, levels)):
@@ -170,16 +178,18 @@ class Measure:
                 continue
             # What its processors did for others, beyond what others' do too, is no fault of the device.
             own = max(0.0, seen.compute_s[r] - host_s[r]) / sizes[r]
-            usual = rank.compute.usual
-            past = None if usual is None else usual * common[r]
-            bases = ((expected[r], spread[r]), (past, _PAST_SPREAD))
-            beyonds = [(log_ratio(own, base) / (noise * deviation), base) for base, deviation in bases if base]
-            beyond, base = max(beyonds, default=(0.0, own))
+            beyond, base, since = 0.0, own, 0.0
+            if other := expected[r]:
+                beyond, base = log_ratio(own, other) / (noise * spread[r]), other
+            if past := (rank.compute.usual or 0.0) * common[r]:
+                since = log_ratio(own, past) / (noise * _PAST_SPREAD)
+                if since > beyond or not other:
+                    beyond, base = since, past
             excess_s[r] = max(0.0, (own - base) * sizes[r])
             if self.num_seen > 1:  # in the first, each device warms up in its own way
                 rank.compute.follow(level, beyond, self._odds_of_compute, accused=r in accused)
                 if past:
-                    rank.change.add(beyonds[-1][0], self._odds_of_change, accused=r in accused)
+                    rank.change.add(since, self._odds_of_change, accused=r in accused)
                 rank.has_changed = not past or rank.change.is_found
                 _remember(rank.compute, level, accused=r in accused)
         return excess_s
@@ -188,6 +198,8 @@ class Measure:
         """Work of each rank in samples, fixed costs included: what devices of a kind have in common, so that noise in
         one's does not make others look slow."""
         sizes = list(map(float, seen.samples))
+        if not any(map(any, seen.fixed)):
+            return sizes
         for alike in self._alike:
             per_step, per_forward = (median([seen.fixed[rank][which] for rank in alike]) for which in (0, 1))
             for rank in alike:
@@ -207,7 +219,7 @@ class Measure:
             seconds / samples if present else None
             for seconds, samples, present in zip(seen.data_s, seen.samples, seen.present)
         ]
-        noise_s = self._noise_s([rank.data for rank in self.ranks])
+        noise_s = self._noise_s(self._data_numbers)
         excess_s = [0.0] * len(rates)
         for r, (rank, (rate, other)) in enumerate(zip(self.ranks, _beside_others(rates))):
             if rate is None:
@@ -222,8 +234,14 @@ class Measure:
 
     def _waiting(self, numbers: Sequence[Excess], values: Sequence[float | None], *, after: int) -> list[float]:
         """By how much each of `values` exceeds those of the others, followed in `numbers` after so many steps."""
-        noise_s = self._noise_s(numbers)
         excess_s = [0.0] * len(values)
+        known = [each for each in values if each is not None]
+        if len(known) == len(values) and max(known) < self._least_noise_s:
+            if self.num_seen > after:
+                for number in numbers:
+                    number.follow(0.0, 0.0)  # it makes no difference how little it was
+            return excess_s
+        noise_s = self._noise_s(numbers)
         for r, (number, (own_s, other_s)) in enumerate(zip(numbers, _beside_others(values))):
             if own_s is None:
                 number.skip()
@@ -237,7 +255,7 @@ class Measure:
         excess_s = [0.0] * len(self.ranks)
         if self.num_seen < 2:
             return excess_s  # these are of the step before
-        noise_s = self._noise_s([rank.link for rank in self.ranks])
+        noise_s = self._noise_s(self._link_numbers)
         expected = self.ring.expected_s(seen.link_s, [rank.link.usual for rank in self.ranks])
         for r, (rank, under_way_s, base_s) in enumerate(zip(self.ranks, seen.link_s, expected)):
             excess_s[r] = max(0.0, under_way_s - base_s)
@@ -247,8 +265,7 @@ class Measure:
         return excess_s
 
     def _noise_s(self, numbers: Sequence[Excess]) -> float:
-        least_s = max(_LEAST_NOISE_S, _LEAST_PART * self.usual_step_s)
-        return noise_of(numbers, least_s, max(2 * _LEAST_NOISE_S, _UNSEEN_JUMP * self.usual_step_s))
+        return noise_of(numbers, self._least_noise_s, max(2 * _LEAST_NOISE_S, _UNSEEN_JUMP * self.usual_step_s))
 
 
 def _remember(excess: Excess, value: float, *, accused: bool) -> None:
