@@ -34,6 +34,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_digits_validate_alike_under_every_launcher():
     arguments = ["-m", "ragtag.examples.digits", "--epochs", "1"]
     alone = run("python", *arguments).split()
@@ -52,6 +53,7 @@ def test_the_exact_demo_shows_equal_losses_and_parameters():
     assert result["loss_by_workers"] < 6
 
 
+@pytest.mark.long
 def test_the_exact_demo_prints_a_table():
     table = run("ragtag", "demo", "--exact", "--steps", "3", "--shares", "3,1")
     assert "loss at step 3" in table

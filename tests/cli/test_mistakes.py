@@ -76,7 +76,13 @@ def left_behind(script):
     return found
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+QUICK = ("setting", "loss", "killed")
+"""One of those before training, in it, and without a word; the others are in the long part."""
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.long]) for each in MISTAKES]
+)
 def test_one_error_once_everywhere_ended(script, mistake):
     text, status = MISTAKES[mistake]
     process = start(script, mistake)

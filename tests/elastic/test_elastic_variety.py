@@ -162,6 +162,7 @@ def steps_of(directory: Path, worker: int) -> dict[int, list[list[float]]]:
     }
 
 
+@pytest.mark.long
 def test_emulated_links_are_slow_in_every_generation(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LINKED)
     (tmp_path / "home.toml").write_text(CLUSTER)

@@ -53,7 +53,7 @@ class FakeGroup:
     def posted(self, name):
         return SimpleNamespace(result=name in self.notes)
 
-    def wait(self, work, doing):
+    def wait(self, work, doing, until=None):
         self.inside = True
         self.gate.wait(LIMIT_S)
         self.inside = False
@@ -505,7 +505,10 @@ def stall_at_random(settings, loader):
 
 @pytest.mark.parametrize(
     ("world_size", "settings", "loader"),
-    [(4, {"pull": True, "micro_batch": 2}, {}), (3, {"micro_batch": 4}, {"num_workers": 1})],
+    [
+        (4, {"pull": True, "micro_batch": 2}, {}),
+        pytest.param(3, {"micro_batch": 4}, {"num_workers": 1}, marks=pytest.mark.long),
+    ],
     ids=["pulled", "workers"],
 )
 def test_whatever_stalls_whenever_the_gradient_is_that_of_one_process(world_size, settings, loader):
