@@ -147,6 +147,10 @@ class Group(Protocol):
         """Queue a `job` that sends and receives between single ranks; the work's result is what it returns."""
         ...
 
+    def nudge(self) -> None:
+        """From a job: let those who wait `until` something look again."""
+        ...
+
     def barrier(self, doing: str) -> None:
         """Return when every rank has come."""
         ...
@@ -156,8 +160,8 @@ class Group(Protocol):
         raise what ended the group if they have."""
         ...
 
-    def wait(self, work: Work, doing: str) -> None:
-        """Return when `work` is done, or raise its error, PeerFailed or PeerLost."""
+    def wait(self, work: Work, doing: str, until: Callable[[], bool] | None = None) -> None:
+        """Return when `work` is done, or before, when `until` is true; raise its error, PeerFailed or PeerLost."""
         ...
 
     def announce_failure(self, error: BaseException, doing: str) -> None:
@@ -263,13 +267,16 @@ class SoloGroup:
         """Refuse: there is nobody to send to."""
         raise AssertionError("one rank has no transport")
 
+    def nudge(self) -> None:
+        """Do nothing."""
+
     def barrier(self, doing: str) -> None:
         """Return at once."""
 
     def confirm(self) -> None:
         """Return at once."""
 
-    def wait(self, work: Work, doing: str) -> None:
+    def wait(self, work: Work, doing: str, until: Callable[[], bool] | None = None) -> None:
         """Raise the error of `work`, if any."""
         if work.error is not None:
             raise work.error

@@ -145,15 +145,19 @@ class PassingGroup:
         """Queue a `job` that sends and receives between single ranks."""
         return self._group.on_transport(job)
 
+    def nudge(self) -> None:
+        """From a job: let those who wait look again."""
+        self._group.nudge()
+
     def barrier(self, doing: str) -> None:
         """Return when every rank has come."""
         with self._translating():
             self._group.barrier(doing)
 
-    def wait(self, work: Work, doing: str) -> None:
-        """Return when `work` is done, or raise its error."""
+    def wait(self, work: Work, doing: str, until: Callable[[], bool] | None = None) -> None:
+        """Return when `work` is done, or `until` is true; or raise its error."""
         with self._translating():
-            self._group.wait(work, doing)
+            self._group.wait(work, doing, until)
 
     @property
     def _group(self) -> Inner:

@@ -262,6 +262,11 @@ class RingGroup:
         assert transport is not None
         return self._data.submit(lambda: job(transport))
 
+    def nudge(self) -> None:
+        """From a job: let those who wait `until` something look again."""
+        with self._bell.condition:
+            self._bell.condition.notify_all()
+
     def barrier(self, doing: str) -> None:
         """Return when every rank has come."""
         self._meet("barrier", doing, doing, b"")
@@ -271,11 +276,13 @@ class RingGroup:
         if self.failure is not None:
             raise self.failure
 
-    def wait(self, work: Work, doing: str) -> None:
-        """Return when `work` is done, or raise its error, PeerFailed or PeerLost."""
+    def wait(self, work: Work, doing: str, until: Callable[[], bool] | None = None) -> None:
+        """Return when `work` is done, or `until` is true; or raise its error, PeerFailed or PeerLost."""
         with self._waiting(work.channel, work.number, doing) as hopeless, self._bell.condition:
             work.awaited = True
             while work.finished_s is None or work.error is not None:
+                if until is not None and until():
+                    break
                 if work.error is not None and not isinstance(work.error, TransportError):
                     raise work.error
                 if hopeless(work.error):

@@ -109,6 +109,8 @@ def choose(
     if layout != "auto":
         if layout == "replicated":
             return Chosen()
+        if layout == "pipeline":
+            return Chosen(name=layout)
         free = _free(needs, layout, rooms)
         pinned = tuple(slices) if slices is not None else _weights(free)
         return Chosen(name=layout, weights=pinned, reason=f"layout {layout}: as configured")

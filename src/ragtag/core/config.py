@@ -77,14 +77,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     """What gradients travel as: "bf16" halves the bytes and rounds the sums, equally on every rank."""
 
     layout: Annotated[
-        Literal["auto", "replicated", "zero1", "zero2", "zero3"],
-        Meta(description="'auto', 'replicated', 'zero1', 'zero2' or 'zero3'"),
+        Literal["auto", "replicated", "zero1", "zero2", "zero3", "pipeline"],
+        Meta(description="'auto', 'replicated', 'zero1', 'zero2', 'zero3' or 'pipeline'"),
     ] = "auto"
     """What of the model's state is cut into slices, one a rank: nothing, optimizer state, gradients too, or parameters
-    too; "auto": the first of these that fits every device's memory."""
+    too; "auto": the first of these that fits every device's memory. Or "pipeline": each rank holds some of the model's
+    blocks, and samples pass one rank after the other."""
 
     slices: Annotated[tuple[int, ...], Meta(description="whole numbers by rank, or None")] | None = None
     """Relative sizes of these slices by rank, 0 allowed; None: in proportion to free memory."""
+
+    stages: Annotated[str, Meta(description="stages such as '0:0-5, 1:5-8', or None")] | None = None
+    """Which blocks each rank holds with layout "pipeline", "rank:first-stop" in the order in which samples pass, and
+    "/" between pipelines that train side by side ("0:0-5, 1:5-8 / 2:0-8"); None: cut by measured times and memory."""
+
+    blocks: Annotated[Any, Meta(description="a function from the model to a list of its modules, or None")] = None
+    """Lists the model's blocks, in the order in which they run, each once a forward; None: the children of the
+    `nn.Sequential` or `nn.ModuleList` that holds most of it."""
 
     reduce: Annotated[Literal["host", "nccl"], Meta(description="'host' or 'nccl'")] = "host"
     """Where gradients are summed: "host" in host memory, by the ring, for any mix of devices; "nccl" (experimental,

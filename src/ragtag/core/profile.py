@@ -34,6 +34,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """The same when activations are recomputed in backward; None: not measured."""
 
 
+BEFORE_BLOCKS, AFTER_BLOCKS = "before the blocks", "after the blocks"
+"""Names of what was measured outside of the blocks."""
+
+
 class Block(msgspec.Struct, frozen=True, kw_only=True):
     """One block of the model, in forward order: what a pipeline can be cut between."""
 

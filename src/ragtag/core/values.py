@@ -23,8 +23,23 @@ class DocumentError(RagtagError, ValueError):
     """A JSON document is damaged, of another kind, or written by another version of ragtag."""
 
 
-Layout: TypeAlias = Literal["replicated", "zero1", "zero2", "zero3"]
-"""Nothing, optimizer state, gradients too, or parameters too (Rajbhandari et al. 2020, "ZeRO")."""
+Layout: TypeAlias = Literal["replicated", "zero1", "zero2", "zero3", "pipeline"]
+"""Nothing is cut; optimizer state, gradients too, or parameters too, into slices (Rajbhandari et al. 2020, "ZeRO"); or
+the model itself, into stages (Narayanan et al. 2019, "PipeDream")."""
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds and computes of the model in a pipeline."""
+
+    rank: int
+    first: int
+    """Its first block."""
+    stop: int
+    """The block after its last; what runs before the first block, or after the last one, goes with that."""
+
+
+Stages: TypeAlias = tuple[tuple[Stage, ...], ...]
+"""The stages of each pipeline, in the order in which samples pass them; every pipeline holds the whole model."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +68,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the model's state is cut into slices, one a rank."""
     slices: tuple[int, ...] = ()
     """Relative sizes of these slices; empty: nothing is cut."""
+    stages: Stages = ()
+    """Of layout "pipeline"; the samples of a pipeline are the share of its last stage's rank. Empty: no pipelines."""
     pulled: tuple[int, ...] = ()
     """How many of its last units of a full batch each rank lets others pull; empty: none."""
     epoch: int = 0

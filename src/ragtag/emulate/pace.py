@@ -45,6 +45,15 @@ class Pace(Protocol):
         """One micro-batch of `samples`; without gradients (`torch.no_grad`), its forward part only."""
         ...
 
+    def part(self, samples: int, fraction: float, *, micro_batch: int) -> Region:
+        """A `fraction` of a micro-batch's forward and backward, of a stage of the model; its gradients go nowhere
+        before it ends.
+
+        Args:
+            micro_batch: its number in the step, from 0 on.
+        """
+        ...
+
     def optimizer(self) -> Region:
         """The optimizer step."""
         ...
@@ -78,6 +87,10 @@ class NoPace:
         """Do nothing."""
 
     def forward_backward(self, samples: int) -> Region:
+        """Return a region that does nothing."""
+        return nullcontext()
+
+    def part(self, samples: int, fraction: float, *, micro_batch: int) -> Region:
         """Return a region that does nothing."""
         return nullcontext()
 
@@ -219,6 +232,10 @@ class DevicePace:
         if region.marks and region.gradients and self._readiness.learning:
             self._readiness.record(region.marks)
         self._leave(region, samples=samples if region.gradients or not self._hooks else 0)
+
+    def part(self, samples: int, fraction: float, *, micro_batch: int) -> Region:
+        """A `fraction` of a micro-batch's forward and backward. Stalls are not emulated in it."""
+        return self._whole(fraction * self._schedule.compute_s(self._step, micro_batch, samples))
 
     def optimizer(self) -> Region:
         """The optimizer step."""

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ragtag.core.profile import Block
+from ragtag.core.profile import AFTER_BLOCKS, BEFORE_BLOCKS, Block
 from ragtag.emulate.memory import MemoryCap
 from ragtag.profile.statistics import half_spread
 from ragtag.runtime.batches import leaves, map_leaves
@@ -80,7 +80,7 @@ def measure_blocks(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
     counter: MemoryCap,
-    sample_s: float,
+    sample_s: float | None,
 ) -> tuple[tuple[Block, ...], str]:
     """Return the blocks in forward order, or none and the reason. Gradients are left behind.
 
@@ -93,7 +93,7 @@ def measure_blocks(
         autocast: makes the run's autocast region.
         counter: counts what is kept for backward; attached to the model.
         sample_s: forward and backward of a sample on this device; all blocks together are given this time, whatever
-            the machine did meanwhile.
+            the machine did meanwhile. None: what was measured.
     """
 
     def now() -> float:
@@ -117,7 +117,8 @@ def measure_blocks(
             found.append(_measure(name, block, inputs, words, samples, autocast, counter, now))
         except _NoGradient:
             return (), f"block '{name}' gives nothing that has a gradient"
-    return _scaled(_with_rest(model, blocks, found, whole, samples), sample_s), ""
+    measured = _with_rest(model, blocks, found, whole, samples)
+    return measured if sample_s is None else _scaled(measured, sample_s), ""
 
 
 class _NoGradient(Exception):
@@ -183,7 +184,7 @@ def _with_rest(
     total_s = sum(block.forward_s + block.backward_s for block in found)
     inputs = [leaf for leaf in leaves(trace.calls[blocks[0][0]][0][0]) if isinstance(leaf, torch.Tensor)]
     before = Block(
-        name="before the blocks",
+        name=BEFORE_BLOCKS,
         forward_s=before_s,
         backward_s=rest_s * part,
         parameter_bytes=before_bytes,
@@ -191,7 +192,7 @@ def _with_rest(
         output_bytes=sum(leaf.numel() * leaf.element_size() for leaf in inputs) // samples,
     )
     after = Block(
-        name="after the blocks",
+        name=AFTER_BLOCKS,
         forward_s=after_s,
         backward_s=rest_s * (1 - part),
         parameter_bytes=after_bytes,

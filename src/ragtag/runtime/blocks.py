@@ -4,7 +4,7 @@ The one idea: a block is a child of the `nn.Sequential` or `nn.ModuleList` that 
 before the first one and after the last one is a block as well, by name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,17 +12,28 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ragtag.core.errors import ModelError
+
 NamedBlocks = Sequence[tuple[str, nn.Module]]
+Listing = Callable[[nn.Module], Sequence[nn.Module]]
 
 _LEAST_PART = 0.5
 """Of the model's parameters, that the children together must hold."""
 
 
-def find_blocks(model: nn.Module) -> tuple[NamedBlocks, str]:
+def find_blocks(model: nn.Module, listed: Listing | None = None) -> tuple[NamedBlocks, str]:
     """Return (name, module) of each block in order, or none and the reason.
 
     Of the containers with at least half of the parameters, the one with the most children that have parameters.
+
+    Args:
+        listed: lists the blocks, instead.
+
+    Raises:
+        ModelError: what it lists are not modules of the model, each once.
     """
+    if listed is not None:
+        return _named(model, listed), ""
     if hasattr(model, "_orig_mod"):
         return (), "the model is compiled, which fixes where its blocks end"
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -37,6 +48,31 @@ def find_blocks(model: nn.Module) -> tuple[NamedBlocks, str]:
     if not best:
         return (), "no nn.Sequential or nn.ModuleList of two or more blocks holds half of the model's parameters"
     return best, ""
+
+
+def _named(model: nn.Module, listed: Listing) -> NamedBlocks:
+    names = {id(module): name for name, module in model.named_modules()}
+    try:
+        blocks = list(listed(model))
+    except Exception as error:
+        raise ModelError(f"blocks: the function failed: {type(error).__name__}: {error}") from error
+    seen: dict[int, str] = {}
+    for index, block in enumerate(blocks):
+        if not isinstance(block, nn.Module) or id(block) not in names:
+            raise ModelError(
+                f"blocks: number {index} of the list is a {type(block).__name__} that is no module of the model. List "
+                f"the model's own modules, in the order in which they run: blocks=lambda model: list(model.layers)."
+            )
+        for module in block.modules():
+            if id(module) in seen:
+                raise ModelError(
+                    f"blocks: '{names[id(block)]}' and '{seen[id(module)]}' both hold '{names[id(module)]}'. List each "
+                    f"module once, and no module inside of another."
+                )
+            seen[id(module)] = names[id(block)]
+    if len(blocks) < 2:
+        raise ModelError(f"blocks: the function lists {len(blocks)} block(s). A model is cut between two of them.")
+    return [(names[id(block)], block) for block in blocks]
 
 
 def _num_trained(blocks: NamedBlocks) -> int:

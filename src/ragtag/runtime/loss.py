@@ -6,7 +6,7 @@ losses, and the division by the true total weight happens once, after the reduct
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,15 @@ def require_gradient(loss: Loss) -> None:
         raise LossError(
             "loss_fn returned a loss without a gradient: it does not depend on any trainable parameter. "
             "Look for .detach(), .item() or torch.no_grad() between the model and the loss."
+        )
+
+
+def require_metrics(loss: Loss, names: Sequence[str], step: int) -> None:
+    """Raise LossError unless a loss of step `step` has the metrics `names`, which the trial found."""
+    if sorted(loss.metrics) != sorted(names):
+        raise LossError(
+            f"loss_fn returned the metrics {sorted(loss.metrics)} in step {step}, but "
+            f"{list(names)} in the trial. Return the same names every time."
         )
 
 

@@ -19,15 +19,13 @@ from typing import Any
 import msgspec
 import torch
 
-from ragtag.comm.transport import Transport
 from ragtag.core.errors import SettingError
 from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts, Profile
 from ragtag.cost.comm import vote_s as latency_of_vote_s
 from ragtag.emulate.environment import Emulator
 from ragtag.profile.cache import Cache, Entry, age_in_words, cache_directory, key_of
 from ragtag.profile.device import Effort, measure_device
-from ragtag.profile.link import measure_link, pairs_to_measure
-from ragtag.profile.ping import Asker, answer
+from ragtag.profile.links import links_between
 from ragtag.profile.statistics import half_spread
 from ragtag.runtime.batches import leaves
 from ragtag.runtime.device import device_kind
@@ -40,8 +38,6 @@ VARIABLE = "RAGTAG_PROFILE"
 FRESH_VARIABLE = "RAGTAG_PROFILE_FRESH"
 FACTS_VARIABLE = "RAGTAG_PROFILE_FACTS"
 """Set: nothing is measured, the profile says only what model the script trains, and has no devices."""
-_LINKS_S = 12.0
-"""For all links together; each gets its part, within limits."""
 _VOTES = 20
 _VOTE_BYTES = 160
 
@@ -96,7 +92,7 @@ def measure(
             reused = f"Reused what was measured {age} ago; --fresh measures anew."
     say("waiting for the other devices")
     vote_s = _vote_s(run)
-    links = _measure_links(run, hosts, say)
+    links = links_between(group, hosts, say)
     # Links' part in a vote is predicted from links, for those hosts that take part.
     travel_s = latency_of_vote_s(hosts, _between(links))
     own = msgspec.structs.replace(
@@ -199,34 +195,6 @@ def _vote_s(run: Run) -> list[float]:
         run.group.exchange(bytes(_VOTE_BYTES), "measuring a vote")
         seconds.append(time.perf_counter() - started_s)
     return seconds[1:]  # the first one waited for the slowest device's measurements
-
-
-def _measure_links(run: Run, hosts: tuple[str, ...], say: Callable[[str], None]) -> tuple[LinkProfile, ...]:
-    group = run.group
-    pairs = pairs_to_measure(hosts)
-    budget_s = min(4.0, max(0.5, _LINKS_S / max(1, len(pairs))))
-    mine: list[LinkProfile] = []
-    for asker, answerer in pairs:
-        between = (hosts[asker], hosts[answerer])
-        say(f"link {between[0]} - {between[1]}" if between[0] != between[1] else f"link within {between[0]}")
-
-        def job(transport: Transport, asker: int = asker, answerer: int = answerer) -> LinkProfile | None:
-            if group.rank == answerer:
-                answer(transport, asker)
-            if group.rank != asker:
-                return None
-            end = Asker(transport, answerer)
-            link = measure_link(end.round_trip, between=(hosts[asker], hosts[answerer]), budget_s=budget_s)
-            end.close()
-            return link
-
-        work = group.on_transport(job)
-        group.wait(work, f"measuring the link between {between[0]} and {between[1]}")
-        if work.result is not None:
-            mine.append(work.result)
-        group.barrier("measuring links")
-    gathered = group.gather("links", [msgspec.to_builtins(link) for link in mine])
-    return tuple(msgspec.convert(link, LinkProfile) for several in gathered for link in several)
 
 
 def _between(links: Sequence[LinkProfile]) -> Callable[[str, str], LinkProfile | None]:

@@ -33,14 +33,16 @@ from ragtag.runtime.device import Stopwatch, choose_device, device_kind, make_cu
 from ragtag.runtime.find_nature import find_nature
 from ragtag.runtime.loader import UnitLoader, check_dataset, loader_settings
 from ragtag.runtime.loader_worker import read_samples
+from ragtag.runtime.pipe.choosing import choose_stages
+from ragtag.runtime.pipe.pipe import Pipe
+from ragtag.runtime.pipe.staging import Staging
 from ragtag.runtime.precision import LossScale, check_precision, supported_precision
 from ragtag.runtime.randomness import preserved_random_state
 from ragtag.runtime.recomputation import Recomputation
 from ragtag.runtime.run import Run
 from ragtag.runtime.trial import CANDIDATES, Nature, choose_samples
-from ragtag.runtime.zero.choosing import choose_layout
+from ragtag.runtime.zero.choosing import capacity_bytes, choose_layout
 from ragtag.runtime.zero.elementwise import check_elementwise
-from ragtag.runtime.zero.schedule import Noted
 from ragtag.runtime.zero.sharding import Sharding
 from ragtag.runtime.zero.trying import agree_on_schedule, take_schedule
 
@@ -117,7 +119,7 @@ def prepare(
             "clip_norm": clip_norm,
             "scheduler": type(scheduler).__name__,
             "state": sorted(state),
-            **{f"config.{name}": value for name, value in msgspec.to_builtins(config).items() if name != "log"},
+            **_settings(config),
         },
     )
     newcomer = isinstance(group, ElasticGroup) and group.is_newcomer
@@ -142,42 +144,68 @@ def prepare(
         layout = Chosen()
     else:
         layout = choose_layout(model, optimizer, group, config, memory, device, state)
-    move_to(device, model, optimizer, whole=layout.name != "zero3")
-    sharding = None
-    if layout.name != "replicated":
-        check_elementwise(optimizer, layout.name)
-        sharding = Sharding(
-            model, optimizer, group, layout=layout.name, weights=layout.weights, device=device, config=config
-        )
-    rounds = None if sharding is None else sharding.rounds
-    recomputation = Recomputation(model, True if recomputes and config.recompute is None else config.recompute)
+    recomputation = Recomputation(
+        model, True if recomputes and config.recompute is None else config.recompute, config.blocks
+    )
     if config.recompute and not recomputation.active:
         raise SettingError(f"recompute=True, but {recomputation.why_not}. Use torch.utils.checkpoint in the model.")
-    memory.attach(model, optimizer, None if rounds is None else rounds.passing)
-    if rounds is not None:
-        rounds.came = memory.came
-    noted: list[Noted] = []
-    if newcomer:
-        nature = msgspec.convert(group.gather("nature", None)[0], Nature)
-    else:
-        nature, noted = find_nature(
+    first_samples = partial(_first_samples, dataset, sampler, config)
+    finding = partial(
+        find_nature,
+        model,
+        loss_fn,
+        first_samples,
+        collate,
+        precision=own_precision,
+        objects=state,
+        config=config,
+        group=group,
+    )
+    sharding, pipe = None, None
+    if layout.name == "pipeline":
+        check_elementwise(optimizer, layout.name)
+        # The model is tried where it is: it may be whole on no device.
+        nature, noted = finding(device=next(iter(model.parameters())).device, memory=NoMemoryLimit(), rounds=None)
+        found = choose_stages(
             model,
+            optimizer,
             loss_fn,
-            lambda: _first_samples(dataset, sampler, config),
+            first_samples,
             collate,
-            device=device,
+            nature=nature,
+            unit=_unit(nature, config, sampler)[0],
+            global_batch_size=global_batch_size,
+            capacity_bytes=capacity_bytes(group, memory, device),
             precision=own_precision,
-            objects=state,
-            config=config,
             group=group,
-            memory=memory,
-            rounds=rounds,
+            config=config,
+            emulator=emulator,
+            recompute=recomputation.active,
         )
-    if sharding is not None and rounds is not None:
+        pipe = Pipe(found, group)
+        move_to(device, model, optimizer, whole=False)
+        sharding = Staging(model, optimizer, group, found=found, device=device, config=config)
+        memory.attach(model, optimizer, sharding.passing)
+    else:
+        move_to(device, model, optimizer, whole=layout.name != "zero3")
+        if layout.name != "replicated":
+            check_elementwise(optimizer, layout.name)
+            sharding = Sharding(
+                model, optimizer, group, layout=layout.name, weights=layout.weights, device=device, config=config
+            )
+        rounds = None if sharding is None else sharding.rounds
+        memory.attach(model, optimizer, None if rounds is None else rounds.passing)
+        if rounds is not None:
+            rounds.came = memory.came
         if newcomer:
-            take_schedule(rounds, told["round"], gathers=sharding.gathers)
+            nature, noted = msgspec.convert(group.gather("nature", None)[0], Nature), []
         else:
-            agree_on_schedule(rounds, noted, group, gathers=sharding.gathers)
+            nature, noted = finding(device=device, memory=memory, rounds=rounds)
+        if sharding is not None and rounds is not None:
+            if newcomer:
+                take_schedule(rounds, told["round"], gathers=sharding.gathers)
+            else:
+                agree_on_schedule(rounds, noted, group, gathers=sharding.gathers)
     unit, unit_reason = _unit(nature, config, sampler)
     by_unit = config.unit is not None or not nature.separable
     start = Start() if newcomer else _start_of_all(start, group)
@@ -185,22 +213,25 @@ def prepare(
         world_size=group.world_size,
         global_batch_size=global_batch_size,
         unit=unit,
-        shares=None if newcomer else shares,
-        micro_batch=config.micro_batch,
+        shares=None if newcomer else shares if pipe is None else pipe.shares(shares),
+        micro_batch=config.micro_batch if pipe is None else pipe.micro_batch,
         separable_reason=unit_reason,
         start=start,
     )
     plan = msgspec.structs.replace(plan, layout=layout.name, slices=layout.weights)
-    if layout.reason:
+    if pipe is not None:
+        plan = msgspec.structs.replace(plan, stages=pipe.stages, reason=f"{pipe.reason}; {unit_reason}")
+    elif layout.reason:
         plan = msgspec.structs.replace(plan, reason=f"{plan.reason}; {layout.reason}")
     if group.rank == 0:
         log.info("%d rank(s), plan %s: %s", group.world_size, plan.id, plan.reason)
     kinds = tuple(group.gather("device kind", device_kind(device))) if not newcomer else ()
     controller = None
-    if shares is None and group.world_size > 1:
+    if shares is None and group.world_size > 1 and pipe is None:
         controller = Controller(plan, Limits(micro_batch=config.micro_batch, memory=start.micro_batch))
     pace: Pace = emulator.pace if emulator else NoPace()
-    pace.attach(model)
+    if pipe is None:  # stages are paced part by part
+        pace.attach(model)
     if emulator is not None:
         log.info("%s", emulator.describe())
     return Run(
@@ -216,7 +247,7 @@ def prepare(
         device_kinds=kinds,
         plan=plan,
         memory_found=start.micro_batch or (),
-        follows=shares is None,
+        follows=shares is None and pipe is None,
         fingerprint=own_fingerprint,
         generation=group.generation if isinstance(group, ElasticGroup) else 0,
         nature=nature,
@@ -233,11 +264,19 @@ def prepare(
         exposed=Stopwatch(device),
         controller=controller,
         sharding=sharding,
+        pipe=pipe,
         is_new=newcomer,
         pace=pace,
         memory=memory,
         recomputation=recomputation,
     )
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What must be equal on all ranks; of a function, whether there is one."""
+    own = msgspec.structs.replace(config, blocks=None)
+    settings = {f"config.{name}": value for name, value in msgspec.to_builtins(own).items() if name != "log"}
+    return {**settings, "config.blocks": config.blocks is not None}
 
 
 def _compare_newcomer(fingerprints: Sequence[Mapping[str, Any]], group: Group) -> None:

@@ -50,7 +50,7 @@ class RunProbe:
         self._step = 0
         self._reads = 0
         self._arrivals: Arrivals | None = None
-        self._blocks, self.refusal = find_blocks(run.model)
+        self._blocks, self.refusal = find_blocks(run.model, run.config.blocks)
         self.capacity_bytes, self._limit = _limits(run, ranks_on_host)
         if pretended and self._limit is not run.memory:
             self.capacity_bytes = None  # the machine's own memory still ends the search

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ragtag.runtime.blocks import find_blocks, recomputing
+from ragtag.runtime.blocks import Listing, find_blocks, recomputing
 
 
 class Recomputation:
@@ -18,10 +18,11 @@ class Recomputation:
     Args:
         model: whose blocks are computed again.
         wanted: from the beginning on, never, or (None) once memory runs out.
+        listed: lists its blocks, instead of `find_blocks`.
     """
 
-    def __init__(self, model: torch.nn.Module, wanted: bool | None) -> None:
-        self._blocks, self.why_not = find_blocks(model)
+    def __init__(self, model: torch.nn.Module, wanted: bool | None, listed: Listing | None = None) -> None:
+        self._blocks, self.why_not = find_blocks(model, listed)
         self._allowed = wanted is not False
         self.active = bool(wanted and self._blocks)
 

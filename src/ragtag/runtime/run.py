@@ -37,6 +37,7 @@ from ragtag.runtime.device import Stopwatch
 from ragtag.runtime.gradients import GradientSums
 from ragtag.runtime.loader import UnitLoader
 from ragtag.runtime.names import named_buffers, named_parameters
+from ragtag.runtime.pipe.pipe import Pipe
 from ragtag.runtime.precision import LossScale
 from ragtag.runtime.recomputation import Recomputation
 from ragtag.runtime.recording import NoRecorder, Recorder
@@ -96,6 +97,8 @@ class Run:
     """What is done between two steps."""
     sharding: Sharding | None = None
     """What is cut into slices; None: every rank holds all of the model's state."""
+    pipe: Pipe | None = None
+    """This rank's place in a pipeline; None: it computes the whole model."""
     is_new: bool = False
     """This rank has joined, and has nothing yet of what the others have."""
     save_first: bool = False
@@ -242,11 +245,16 @@ class Run:
         for unit in units:
             self.loader.request((step, unit), epoch, self.sampler.indices(step, *ledger.span(unit)))
 
+    @property
+    def _feeding_rank(self) -> int:
+        """Whose units this rank reads: its own, or those that pass it."""
+        return self.group.rank if self.pipe is None else self.pipe.feeding_rank
+
     def prefetch(self, number: int) -> None:
         """Ask the loader for this rank's units of step `number` and of those after it that it reads ahead."""
         for step in range(max(number, self._requested_through + 1), number + 1 + self.loader.prefetch):
             ledger = self.ledger_of(step)
-            self._request(ledger, ledger.todo(self.group.rank))
+            self._request(ledger, ledger.todo(self._feeding_rank))
             self._requested_through = step
 
     def keep_prefetched(self) -> None:
@@ -257,7 +265,7 @@ class Run:
         self._prefetched_for = (self.plan, self.absent)
         wanted = set()
         for step in range(self.committed + 1, self._requested_through + 1):
-            wanted |= {(step, unit) for unit in self.ledger_of(step).todo(self.group.rank)}
+            wanted |= {(step, unit) for unit in self.ledger_of(step).todo(self._feeding_rank)}
         self.loader.keep(wanted)
         self._requested_through = self.committed
 

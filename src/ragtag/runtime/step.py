@@ -14,14 +14,15 @@ from typing import Any
 from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.group import raise_failure
 from ragtag.comm.passing import GenerationEnded
-from ragtag.core.errors import LossError, ModelError
+from ragtag.core.errors import ModelError
 from ragtag.core.mixing import seed_for
 from ragtag.core.values import StepReport
 from ragtag.runtime.batches import to_device
 from ragtag.runtime.boundary import what_signals_ask
 from ragtag.runtime.device import copies_asynchronously
-from ragtag.runtime.loss import Loss, as_loss, require_gradient
+from ragtag.runtime.loss import Loss, as_loss, require_gradient, require_metrics
 from ragtag.runtime.out_of_memory import OwnWork, memory_explained
+from ragtag.runtime.pipe.computing import compute_stage
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.random_watch import RandomWatch
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
@@ -91,7 +92,11 @@ def resumed(run: Run, number: int) -> Settling:
 
 
 def compute(settling: Settling, work: Iterable[Units], cover: Cover) -> None:
-    """Add micro-batches to this rank's sums, smaller ones where its memory does not hold them."""
+    """Add micro-batches to this rank's sums, smaller ones where its memory does not hold them; in a pipeline, its
+    stage's part of all of them."""
+    if settling.run.pipe is not None:
+        compute_stage(settling.run.pipe, settling)
+        return
     own, group = OwnWork(settling, work, cover), settling.run.group
     settling.run.contention.begin_work()
     failed_since_s = None
@@ -232,11 +237,7 @@ def _forward(run: Run, step: int, data: Any, num_samples: int) -> Loss:
     batch = to_device(data, run.device, non_blocking=copies_asynchronously(run.device))
     with autocast(run.device_precision, run.device), run.recomputation.region():
         loss = as_loss(run.loss_fn(run.model, batch), num_samples=num_samples)
-    if tuple(sorted(loss.metrics)) != run.nature.metric_names:
-        raise LossError(
-            f"loss_fn returned the metrics {sorted(loss.metrics)} in step {step}, but "
-            f"{list(run.nature.metric_names)} in the trial. Return the same names every time."
-        )
+    require_metrics(loss, run.nature.metric_names, step)
     require_gradient(loss)
     return loss
 

@@ -15,7 +15,7 @@ from ragtag.control.layout import Chosen, Needs, Room, choose
 from ragtag.core.config import Config
 from ragtag.core.errors import ModelError, SettingError
 from ragtag.emulate.memory import MemoryCap, MemoryLimit
-from ragtag.runtime.blocks import find_blocks
+from ragtag.runtime.blocks import Listing, find_blocks
 from ragtag.runtime.zero.elementwise import state_tensors_per_element
 
 
@@ -41,35 +41,39 @@ def choose_layout(
         return Chosen()
     if group.elastic and config.slices is not None:
         raise SettingError("slices are for a fixed number of ranks; with ragtag launch, add --fixed.")
+    if group.elastic and config.layout == "pipeline":
+        raise SettingError("layout 'pipeline' is for a fixed number of ranks; with ragtag launch, add --fixed.")
+    if config.stages is not None and config.layout != "pipeline":
+        raise SettingError(f"stages are set, but layout is '{config.layout}'. Set Config(layout='pipeline') too.")
     own = Room(capacity_bytes=capacity_bytes(group, memory, device), counts_copies=not isinstance(memory, MemoryCap))
     rooms = [msgspec.convert(each, Room) for each in group.gather("memory", msgspec.to_builtins(own))]
     chosen = choose(
-        needs_of(model, optimizer),
+        needs_of(model, optimizer, config.blocks),
         rooms,
         group.hosts,
         layout=config.layout,
         slices=config.slices,
     )
-    if chosen.name == "zero3":
-        _check_objects(objects)
+    if chosen.name in ("zero3", "pipeline"):
+        _check_objects(objects, chosen.name)
     return chosen
 
 
-def _check_objects(objects: Mapping[str, Any]) -> None:
+def _check_objects(objects: Mapping[str, Any], layout: str) -> None:
     """Raise ModelError for averages of parameters, which the script makes from whole ones."""
     for name, item in objects.items():
         if isinstance(item, torch.nn.Module) and any(True for _ in item.parameters()):
             raise ModelError(
-                f"state['{name}'] holds parameters of its own, such as an average of the model's; with layout 'zero3' "
-                f"the script never sees these whole. Take Config(layout='zero2'), which leaves them whole."
+                f"state['{name}'] holds parameters of its own, such as an average of the model's; with layout "
+                f"'{layout}' the script never sees these whole. Take Config(layout='zero2'), which leaves them whole."
             )
 
 
-def needs_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Needs:
+def needs_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, listed: Listing | None = None) -> Needs:
     """Return what the model's state takes."""
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    blocks, _ = find_blocks(model)
+    blocks, _ = find_blocks(model, listed)
     block_bytes = [sum(p.nbytes for p in block.parameters()) for _, block in blocks]
     whole = sum(p.nbytes for p in parameters)
     return Needs(

@@ -16,7 +16,7 @@ from ragtag.core.chunks import chunk_sizes
 from ragtag.core.config import Config
 from ragtag.core.errors import ModelError
 from ragtag.core.values import Layout
-from ragtag.runtime.blocks import find_blocks
+from ragtag.runtime.blocks import Listing, find_blocks
 from ragtag.runtime.names import named_parameters
 from ragtag.runtime.step_sums import StepSums
 from ragtag.runtime.zero.block import Block
@@ -29,12 +29,15 @@ from ragtag.runtime.zero.rounds import Rounds
 from ragtag.runtime.zero.sums import SlicedSums
 from ragtag.runtime.zero.whole import Whole, gathered, kept_of, single, state_slices, whole_of
 
+Numbered = Sequence[tuple[int, str, torch.nn.Parameter]]
+"""Parameters with their numbers and names."""
+
 
 class Sharding:
     """Slices of one rank.
 
     Args:
-        layout: "zero1", "zero2" or "zero3".
+        layout: "zero1", "zero2" or "zero3"; "pipeline" is a `Staging`.
         weights: relative size of each rank's slices.
     """
 
@@ -51,37 +54,47 @@ class Sharding:
     ) -> None:
         self.layout: Layout = layout
         self.weights = tuple(weights)
-        self.needs = needs_of(model, optimizer)
+        self.needs = needs_of(model, optimizer, config.blocks)
         self._model, self._group = model, group
         named = list(named_parameters(model))
         self.names = [name for name, _ in named]
         self.number_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         """Of each parameter, by id."""
         self.optimizer = PieceOptimizer(optimizer, self.number_of)
-        self.gathers = layout == "zero3"
+        self.gathers = layout in ("zero3", "pipeline")
+        """Whether parameters are whole on no rank between steps."""
         self.rank, self.num_cuts, self.intact = group.rank, 0, True
         """Whose slices these are in the present cut, how many there were before it, and whether it is complete."""
-
-        def make(parameters: Sequence[tuple[int, str, torch.nn.Parameter]]) -> Flat:
-            return Flat(parameters, weights=weights, rank=group.rank, device=device, whole=not self.gathers)
-
-        parts = _parts(model) if layout != "zero1" else [("the model", None, list(reversed(_numbered(model))))]
-        limit = config.bucket_bytes if layout == "zero1" else None
         with torch.no_grad():
-            self.blocks = [
-                Block(name, module, flats_of(members, make, limit_bytes=limit)) for name, module, members in parts
-            ]
+            self.blocks = self._make_blocks(device, config)
         self.optimizer.take(self.pieces)
         self.rounds: Rounds | None = None
-        self.sums: StepSums
-        if layout == "zero1":
-            self.sums = SlicedBuckets(self.flats, group, wire=config.wire, overlap=config.overlap)
-        else:
-            self.rounds = Rounds(group, model, self.blocks, gathers=self.gathers, wire=config.wire)
-            self.sums = SlicedSums(self.names, self.blocks, self.rounds)
+        self.sums: StepSums = self._make_sums(config)
         self._frozen = [member for flat in self.flats if not flat.trained for member in flat.members]
         self._reading = False
         self._hook = model.register_state_dict_pre_hook(self._refuse_state_dict) if self.gathers else None
+
+    def _make_blocks(self, device: torch.device, config: Config) -> list[Block]:
+        """Cut the model's parameters."""
+
+        def make(parameters: Numbered) -> Flat:
+            return Flat(parameters, weights=self.weights, rank=self._group.rank, device=device, whole=not self.gathers)
+
+        if self.layout == "zero1":
+            flats = flats_of(list(reversed(self._numbered())), make, limit_bytes=config.bucket_bytes)
+            return [Block("the model", None, flats)]
+        parts = _parts(self._model, self._numbered(), config.blocks)
+        return [Block(name, module, flats_of(members, make)) for name, module, members in parts]
+
+    def _make_sums(self, config: Config) -> StepSums:
+        """What adds up gradients of what was cut."""
+        if self.layout == "zero1":
+            return SlicedBuckets(self.flats, self._group, wire=config.wire, overlap=config.overlap)
+        self.rounds = Rounds(self._group, self._model, self.blocks, gathers=self.gathers, wire=config.wire)
+        return SlicedSums(self.names, self.blocks, self.rounds)
+
+    def _numbered(self) -> Numbered:
+        return [(index, name, parameter) for index, (name, parameter) in enumerate(named_parameters(self._model))]
 
     @property
     def flats(self) -> list[Flat]:
@@ -223,7 +236,8 @@ class Sharding:
     def _refuse_state_dict(self, *_: Any) -> None:
         if not self._reading:
             raise ModelError(
-                "model.state_dict() is empty of parameters: with layout 'zero3' they lie in slices on all ranks. Use "
+                f"model.state_dict() is empty of parameters: with layout '{self.layout}' they lie on all ranks, some "
+                "on each. Use "
                 "trainer.save(path) on every rank; `ragtag export` makes weights of such a file."
             )
 
@@ -233,13 +247,13 @@ def _part(content: torch.Tensor, member: Any) -> torch.Tensor:
 
 
 def _parts(
-    model: torch.nn.Module,
+    model: torch.nn.Module, numbered: Numbered, listed: Listing | None
 ) -> list[tuple[str, torch.nn.Module | None, list[tuple[int, str, torch.nn.Parameter]]]]:
     """What is gathered at a time: first what belongs to no single block, then block by block.
 
     What several blocks share belongs to none of them.
     """
-    blocks, _ = find_blocks(model)
+    blocks, _ = find_blocks(model, listed)
     users: dict[int, set[int]] = {}
     inside: set[int] = set()
     for number, (_, module) in enumerate(blocks):
@@ -252,11 +266,7 @@ def _parts(
                 users.setdefault(id(parameter), set()).add(-1)
     parts: list[Any] = [("the rest of the model", None, [])]
     parts += [(name, module, []) for name, module in blocks]
-    for each in _numbered(model):
+    for each in numbered:
         only = users[id(each[2])]
         parts[1 + next(iter(only)) if len(only) == 1 and -1 not in only else 0][2].append(each)
     return [parts[0], *(part for part in parts[1:] if part[2])]
-
-
-def _numbered(model: torch.nn.Module) -> list[tuple[int, str, torch.nn.Parameter]]:
-    return [(index, name, parameter) for index, (name, parameter) in enumerate(named_parameters(model))]

@@ -191,7 +191,7 @@ def gathered(flat: Flat, own: torch.Tensor, group: Group, sizes: Sequence[int] |
     sizes = flat.sizes if sizes is None else sizes
     whole = torch.zeros(flat.numel, dtype=own.dtype)
     start = sum(sizes[: group.rank])
-    whole[start : start + sizes[group.rank]].copy_(own)
+    whole[start : start + sizes[group.rank]].copy_(own[: sizes[group.rank]])
     group.wait(group.all_gather(whole, sizes), "putting slices together")
     return whole
 

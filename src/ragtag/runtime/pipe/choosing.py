@@ -1,0 +1,223 @@
+"""How a run's model is cut into stages: what ranks find out about it before it is cut.
+
+The one idea: the model is still whole in every rank's host memory then, so trying it, timing its blocks and counting
+their bytes needs no pipeline; what all ranks found goes to the planner, and all of them take its answer.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+from ragtag.comm.group import Group
+from ragtag.control.stages import Cut, choose_cut, device_at
+from ragtag.core.config import Config
+from ragtag.core.errors import ModelError, RagtagError
+from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts
+from ragtag.core.stages import check_stages, stages_from_text
+from ragtag.emulate.environment import Emulator
+from ragtag.emulate.memory import MemoryCap
+from ragtag.profile.links import links_between
+from ragtag.runtime.batches import to_device
+from ragtag.runtime.block_probe import measure_blocks
+from ragtag.runtime.blocks import NamedBlocks, find_blocks, recomputing
+from ragtag.runtime.loss import as_loss
+from ragtag.runtime.pipe.trying import try_stages
+from ragtag.runtime.pipe.users import Traced, refused
+from ragtag.runtime.precision import autocast
+from ragtag.runtime.trial import Nature
+from ragtag.runtime.zero.choosing import needs_of
+
+_COUNTING = 1 << 62
+
+
+class Found(NamedTuple):
+    """What a pipeline is made from."""
+
+    blocks: NamedBlocks
+    traced: Traced
+    cut: Cut
+    forward: tuple[float, ...]
+    """Each block's part of the time of the whole model's forward and backward, in forward."""
+    backward: tuple[float, ...]
+    """And in backward; all of both together are 1."""
+
+
+def choose_stages(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[nn.Module, Any], Any],
+    samples: Callable[[], list[Any]],
+    collate: Callable[[list[Any]], Any],
+    *,
+    nature: Nature,
+    unit: int,
+    global_batch_size: int,
+    capacity_bytes: int,
+    precision: str,
+    group: Group,
+    config: Config,
+    emulator: Emulator | None,
+    recompute: bool,
+) -> Found:
+    """Try the model, time its blocks, and cut it; a call of the group.
+
+    Args:
+        samples: gives a few of step 1.
+        nature: what the loss was found to be.
+        capacity_bytes: of this rank's device.
+
+    Raises:
+        ModelError: the model cannot be cut, or fits under no cut.
+        SettingError: the stages that are set are not of this model.
+    """
+    if nature.draws_random_numbers or nature.changed_buffers:
+        raise refused(
+            "forward draws random numbers (dropout)"
+            if nature.draws_random_numbers
+            else f"forward changes the buffer '{nature.changed_buffers[0]}'"
+        )
+    blocks, why_not = find_blocks(model, config.blocks)
+    if not blocks:
+        raise refused(why_not)
+
+    chosen = samples()
+    device, count = next(iter(model.parameters())).device, len(chosen)
+    batch = to_device(collate(chosen), device)
+    cast = partial(autocast, precision, device)
+
+    def loss() -> torch.Tensor:
+        with cast():
+            return as_loss(loss_fn(model, batch), num_samples=count).total
+
+    traced = _tried(model, blocks, loss, group)
+    with recomputing(blocks, active=recompute):
+        own_blocks, seconds = _timed(model, blocks, loss, count, cast, optimizer)
+    told = group.gather("blocks", [msgspec.to_builtins(each) for each in own_blocks])[0]
+    host = group.hosts[group.rank] if emulator is None else emulator.device.host
+    sizes = [(count, seconds)] if emulator is None else _emulated(emulator, count, seconds)
+    common = tuple(msgspec.convert(each, Block) for each in told)
+    own = device_at(str(group.rank), host, sizes, capacity_bytes)
+    devices = [
+        msgspec.convert(each, DeviceProfile) for each in group.gather("device profile", msgspec.to_builtins(own))
+    ]
+    pinned = None
+    if config.stages is not None:
+        pinned = stages_from_text(config.stages)
+        check_stages(pinned, world_size=group.world_size, num_blocks=len(blocks))
+    needs = needs_of(model, optimizer, config.blocks)
+    facts = ModelFacts(
+        name=type(model).__name__,
+        shape_hash="",
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameter_bytes=needs.parameter_bytes,
+        gradient_bytes=needs.gradient_bytes,
+        optimizer_bytes=needs.optimizer_bytes,
+        unit=unit,
+    )
+    known: Sequence[LinkProfile] = ()
+    if emulator is not None:
+        known = _links_of(emulator)
+    elif len(set(group.hosts)) > 1:
+        known = links_between(group, group.hosts)
+    # Times differ a little from rank to rank: what rank 0 makes of them is everybody's.
+    cut: Cut | None = None
+    error: RagtagError | None = None
+    try:
+        cut = choose_cut(
+            devices,
+            known,
+            common,
+            facts,
+            global_batch_size=global_batch_size,
+            micro_batch=config.micro_batch,
+            pinned=pinned,
+        )
+    except RagtagError as failed:
+        error = failed
+    said = group.gather("stages", None if cut is None else msgspec.to_builtins(cut))[0]
+    if said is None or cut is None:
+        raise error or ModelError("layout 'pipeline': rank 0 found no cut into stages.")
+    cut = msgspec.convert(said, Cut)
+    check_stages(cut.stages, world_size=group.world_size, num_blocks=len(blocks))
+    return Found(blocks, traced, cut, *_parts(common, [name for name, _ in blocks]))
+
+
+def _tried(model: nn.Module, blocks: NamedBlocks, loss: Callable[[], torch.Tensor], group: Group) -> Traced:
+    """Rank 0 tries; everybody learns what it found."""
+    said: Any = None
+    if group.rank == 0:
+        group.note(0, "trying to cut the model into stages")
+        traced = try_stages(model, blocks, loss)
+        said = [[sorted(users) for users in traced.users], list(traced.returns_tuple)]
+    users, returns_tuple = group.gather("uses of parameters", said)[0]
+    return Traced([frozenset(each) for each in users], returns_tuple)
+
+
+def _timed(
+    model: nn.Module,
+    blocks: NamedBlocks,
+    loss: Callable[[], torch.Tensor],
+    samples: int,
+    cast: Callable[[], AbstractContextManager[None]],
+    optimizer: torch.optim.Optimizer,
+) -> tuple[tuple[Block, ...], float]:
+    """Return times and bytes of the blocks, and the seconds of one forward and backward of the whole model."""
+    device = next(iter(model.parameters())).device
+    counter = MemoryCap(_COUNTING, device="this device")
+    counter.attach(model, optimizer)
+    factor = 2.0**-10
+    try:
+        measured, why_not = measure_blocks(
+            model,
+            blocks,
+            lambda: loss() * factor,
+            samples=samples,
+            device=device,
+            autocast=cast,
+            counter=counter,
+            sample_s=None,
+        )
+    finally:
+        counter.detach()
+        for parameter in model.parameters():
+            parameter.grad = None
+    if not measured:
+        raise refused(why_not)
+    return measured, samples * sum(block.forward_s + block.backward_s for block in measured)
+
+
+def _emulated(emulator: Emulator, samples: int, seconds: float) -> list[tuple[int, float]]:
+    emulation, speed = emulator.cluster.emulation, emulator.device.speed
+    if emulation.sample_s is None:
+        return [(samples, seconds)]
+    return [(size, (emulation.micro_batch_s + size * emulation.sample_s) / speed) for size in (1, 2, 64)]
+
+
+def _links_of(emulator: Emulator) -> list[LinkProfile]:
+    return [
+        LinkProfile(
+            between=link.between,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            latency_s=link.latency_s,
+        )
+        for link in emulator.cluster.links
+        if link.bandwidth_bytes_per_s is not None
+    ]
+
+
+def _parts(measured: Sequence[Block], names: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Each block's parts of forward and backward; what is outside of blocks goes with the first and the last one."""
+    forward, backward = [0.0] * len(names), [0.0] * len(names)
+    at = {name: index for index, name in enumerate(names)}
+    index = 0
+    for block in measured:
+        index = at.get(block.name, index)
+        forward[index] += block.forward_s
+        backward[index] += block.backward_s
+    whole = sum(forward) + sum(backward)
+    return tuple(each / whole for each in forward), tuple(each / whole for each in backward)
