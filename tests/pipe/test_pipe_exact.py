@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+
+import ragtag
 from tests.ranks import run_ranks
 from tests.runtime.reference import plain_run
 from tests.zero.models import Tokens, sum_loss, tiny
-
-import ragtag
 
 STEPS, BATCH = 20, 12
 

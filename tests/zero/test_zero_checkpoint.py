@@ -12,7 +12,7 @@ from tests.zero.models import Tiny, Tokens, sum_loss
 
 BATCH, SAVED_AT, STEPS = 12, 6, 10  # four steps an epoch
 SLICES = {3: (7, 2, 1), 2: (1, 3)}
-LAYOUTS = ("replicated", "zero1", "zero2", "zero3")
+LAYOUTS = ("replicated", "zero1", "zero2", "zero3", "pipeline")
 
 
 class Rich(Tiny):
@@ -74,14 +74,14 @@ def make(layout="replicated", world_size=1, *, model=None, optimizer=adam, state
     if model is None:
         model = Rich()
         state = {"seen": Seen(), "marks": model.marks}
-    slices = SLICES.get(world_size) if layout != "replicated" else None
+    slices = SLICES.get(world_size) if layout.startswith("zero") else None
     return ragtag.Trainer(
         model,
         optimizer(model),
         loss_fn,
         Tokens(),
         global_batch_size=BATCH,
-        shares=(7, 4, 1)[:world_size] if world_size == 3 else None,
+        shares=(7, 4, 1) if world_size == 3 and layout != "pipeline" else None,
         scheduler=lambda each: torch.optim.lr_scheduler.StepLR(each, 4, 0.5),
         state=state,
         config=ragtag.Config(layout=layout, slices=slices, micro_batch=3, **settings),
@@ -179,6 +179,9 @@ SOME = [
     ("zero3", "zero3", 2),
     ("zero1", "zero2", 3),
     ("zero2", "zero1", 2),
+    ("pipeline", "zero3", 2),
+    ("zero1", "pipeline", 2),
+    ("pipeline", "pipeline", 2),
 ]
 
 

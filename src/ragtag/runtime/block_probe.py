@@ -60,6 +60,8 @@ class _Trace:
 
     def _before(self, name: str, first: bool) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], words: dict[str, Any]) -> None:
+            if self.forward_s:
+                return  # in backward, where activations are computed again
             if first and not self.calls[name]:
                 self.entered_s, self.entered_bytes = self._now(), self._counter.used_bytes
             self.order.append(name)

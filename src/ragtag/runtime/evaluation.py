@@ -27,6 +27,8 @@ from ragtag.runtime.loader import UnitLoader
 from ragtag.runtime.loss import as_metric, number_of
 from ragtag.runtime.modes import mode
 from ragtag.runtime.out_of_memory import release_memory
+from ragtag.runtime.pipe.evaluating import forwards
+from ragtag.runtime.pipe.pipe import Pipe
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.randomness import preserved_random_state, seed_everything
 from ragtag.runtime.zero.rounds import Rounds
@@ -86,6 +88,7 @@ def evaluate(
     memory: MemoryLimit,
     pieces: EvaluationPieces,
     rounds: Rounds | None = None,
+    pipe: Pipe | None = None,
 ) -> Evaluation:
     """Mean of `metric_fn` over the whole dataset, in evaluation mode, without gradients; equal on every rank.
 
@@ -96,12 +99,13 @@ def evaluate(
         memory: what a forward may hold.
         pieces: how much this rank's memory was found to hold.
         rounds: what makes parameters whole for a forward, on all ranks at once; None: they are.
+        pipe: this rank's place in a pipeline; None: it computes the whole model.
 
     Raises:
         DeviceMemoryError: not even one sample fits into it.
     """
     ledger = Ledger(step=0, samples=dataset_size, unit=run_size, units_per_rank=_units(plan, dataset_size, run_size))
-    mine = list(ledger.todo(group.rank))
+    mine = list(ledger.todo(group.rank if pipe is None else pipe.feeding_rank))
     loader.keep(())  # what an evaluation that failed had asked for
     runs: list[_Run] = []
     ahead = 0
@@ -112,7 +116,7 @@ def evaluate(
     def request(piece: Piece) -> None:
         loader.request((0, piece[0]), 0, tuple(range(*piece)))
 
-    def forward(unit: int, piece: Piece) -> None:
+    def forward(unit: int, piece: Piece, whole_for: Callable[[Callable[[], Any]], Any] = whole_for) -> None:
         start, stop = piece
         request(piece)
         data = loader.take([(0, start)])
@@ -121,15 +125,24 @@ def evaluate(
             seed_everything(seed_for(seed, 0, unit, *part), device)
             with memory.evaluation():
                 batch = to_device(data, device, non_blocking=copies_asynchronously(device))
-                with pace.forward_backward(stop - start):
-                    loss = as_metric(whole_for(lambda: metric_fn(model, batch)), num_samples=stop - start)
+                paced = pace.forward_backward(stop - start)
+                if pipe is not None:
+                    paced = pace.part(stop - start, pipe.forward_part, micro_batch=0)
+                with paced:
+                    result = whole_for(lambda: metric_fn(model, batch))
+                if pipe is not None and not pipe.is_last:
+                    return
+                loss = as_metric(result, num_samples=stop - start)
                 total, count = number_of(loss.total), number_of(loss.count)
         metrics = {key: number_of(value) for key, value in loss.metrics.items()}
         runs.append(_Run(unit, total, count, metrics))
 
     where = f"rank {group.rank} ({group.hosts[group.rank]}), {device},"
     with mode(model, training=False), torch.no_grad(), autocast(precision, device):
-        for position, unit in enumerate(mine):
+        if pipe is not None:
+            most = max(len(ledger.todo(rank)) for rank in range(group.world_size))
+            forwards(pipe, mine, most, lambda unit, call: forward(unit, ledger.span(unit), call), device)
+        for position, unit in enumerate(mine if pipe is None else ()):
             if group.elastic:
                 raise_failure(group)
             while ahead < min(len(mine), position + 4):

@@ -361,6 +361,7 @@ class Trainer:
                     memory=run.memory,
                     pieces=self._eval_pieces,
                     rounds=None if run.sharding is None or not run.sharding.gathers else run.sharding.rounds,
+                    pipe=run.pipe,
                 )
                 return json.dumps(evaluation.to_state())
 

@@ -59,6 +59,11 @@ class Pipe:
         return tuple(pinned)
 
     @property
+    def takes_part(self) -> bool:
+        """Whether this rank has a stage."""
+        return self._staged is not None
+
+    @property
     def is_first(self) -> bool:
         """Whether nothing comes from another stage."""
         return self._place == 0
