@@ -36,7 +36,7 @@ def is_elastic(wanted: bool | None, *, pinned: bool, joining: Sequence[str]) -> 
 
     Args:
         wanted: what --elastic or --fixed says; None: neither is there.
-        pinned: shares are, each to one of a fixed number of workers.
+        pinned: shares or stages are, each to one of a fixed number of workers.
         joining: the words that are there and that only a run with a hub can do something with.
 
     Raises:

@@ -33,6 +33,8 @@ from ragtag.cli.worker_process import (
 )
 from ragtag.core.cluster_file import load_cluster
 from ragtag.core.errors import SettingError
+from ragtag.core.stages import text_from_stages
+from ragtag.core.values import Stages
 
 _POLL_S = 0.03
 _HOLD_S = 8.0
@@ -64,6 +66,10 @@ class Request:
     """What of the model's state is cut, as planned; None: as the script says."""
     slices: tuple[int, ...] = ()
     """Relative sizes of the slices, by worker."""
+    stages: Stages = ()
+    """Of a pipeline, as planned; empty: as the script says."""
+    stage_micro_batch: int | None = None
+    """Samples that pass a pipeline at a time, as planned."""
     checkpoint: str | None = None
     """Directory or URL for checkpoints; None: as the script says."""
 
@@ -124,11 +130,13 @@ def request(
         all_output=all_output,
         logs=logs,
         emulate=emulate,
-        start_shares=planned.shares if planned is not None and not pin else None,
+        start_shares=planned.shares if planned is not None and not pin and not planned.stages else None,
         micro_batches=None if planned is None else planned.micro_batches,
         recompute=() if planned is None else planned.recompute,
         layout=None if planned is None else planned.layout,
         slices=() if planned is None else planned.slices,
+        stages=() if planned is None else planned.stages,
+        stage_micro_batch=None if planned is None else planned.stage_micro_batch,
         checkpoint=checkpoint,
     )
 
@@ -217,7 +225,11 @@ def worker_environ(request: Request, environ: Mapping[str, str]) -> dict[str, st
         shared["RAGTAG_START_RECOMPUTE"] = ",".join("yes" if each else "no" for each in request.recompute)
     if request.layout is not None:
         shared["RAGTAG_LAYOUT"] = request.layout
+    if request.slices:
         shared["RAGTAG_SLICES"] = ",".join(map(str, request.slices))
+    if request.stages:
+        shared["RAGTAG_STAGES"] = text_from_stages(request.stages)
+        shared["RAGTAG_MICRO_BATCH"] = str(request.stage_micro_batch)
     if request.checkpoint is not None:
         shared["RAGTAG_CHECKPOINT"] = request.checkpoint
     return shared

@@ -16,6 +16,7 @@ from ragtag.cli.cluster_toml import to_toml
 from ragtag.cli.devices import num_accelerators
 from ragtag.core.cluster_file import load_cluster
 from ragtag.core.errors import SettingError
+from ragtag.core.values import Stages
 from ragtag.plan.file import PlanFile, load_plan
 
 
@@ -33,6 +34,10 @@ class PlannedRun:
     """What of the model's state is cut; None: nothing."""
     slices: tuple[int, ...]
     """Relative sizes of the slices, by worker."""
+    stages: Stages
+    """Of a pipeline; empty: it is none."""
+    stage_micro_batch: int | None
+    """Samples that pass a pipeline at a time; None: it is none."""
     emulate: Path | None
 
 
@@ -68,8 +73,10 @@ def planned_run(path: Path, *, num_workers: int | None, emulate: Path | None, en
         shares=plan.shares,
         micro_batches=plan.micro_batches if any(plan.micro_batches) else None,
         recompute=plan.recompute,
-        layout=plan.layout.replace("-", "") if plan.slices else None,
+        layout=plan.layout.replace("-", "") if plan.slices or plan.stages else None,
         slices=plan.slices,
+        stages=plan.stages,
+        stage_micro_batch=next((d.micro_batch for d in plan.devices if d.blocks is not None), None),
         emulate=emulate,
     )
 

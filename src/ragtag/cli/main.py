@@ -167,7 +167,11 @@ def launch(
         quiet=quiet, page=page, page_port=page_port, tensorboard=tensorboard, prometheus=prometheus, wandb=wandb
     )
     joining = {"--hub": hub, "--address": address, "--port": port, "--token": token}
-    if not is_elastic(elastic, pinned=wanted.shares is not None, joining=[word for word in joining if joining[word]]):
+    if not is_elastic(
+        elastic,
+        pinned=wanted.shares is not None or bool(wanted.stages),
+        joining=[word for word in joining if joining[word]],
+    ):
         raise typer.Exit(launch_local(wanted, make_run_directory(run_directory), shown))
     from ragtag.cli.launch_elastic import launch_elastic
 

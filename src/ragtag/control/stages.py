@@ -12,10 +12,10 @@ from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts, T
 from ragtag.core.quantities import format_bytes
 from ragtag.core.stages import text_from_stages
 from ragtag.core.values import Stage, Stages
-from ragtag.cost.pipeline import stage_s, state_bytes
+from ragtag.cost.pipeline import folded, stage_s, state_bytes
 from ragtag.cost.problem import Problem, Rank
 from ragtag.cost.step import predict_on
-from ragtag.plan.pipeline import folded, pipelines
+from ragtag.plan.pipeline import pipelines
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,9 +4,11 @@ The one idea: in steady state every stage waits for the slowest, so a step of m 
 (m + s - 1) times the slowest stage (Narayanan et al., "PipeDream", 2019; 1F1B keeps at most s - i micro-batches).
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
-from ragtag.core.profile import Block, DeviceProfile
+from ragtag.core.profile import AFTER_BLOCKS, BEFORE_BLOCKS, Block, DeviceProfile
 from ragtag.cost.candidate import Candidate
 from ragtag.cost.comm import send_s
 from ragtag.cost.device import curve
@@ -21,6 +23,28 @@ class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
     """What sending adds to the slowest stage, over the step."""
     compute_s: tuple[float, ...]
     memory_bytes: tuple[int, ...]
+
+
+def folded(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Return the blocks between which a model can be cut: what runs before and after them goes with its neighbour."""
+    found = list(blocks)
+    if len(found) > 1 and found[0].name == BEFORE_BLOCKS:
+        found[:2] = [_joined(found[0], found[1], found[1])]
+    if len(found) > 1 and found[-1].name == AFTER_BLOCKS:
+        found[-2:] = [_joined(found[-2], found[-1], found[-2])]
+    return tuple(found)
+
+
+def _joined(first: Block, second: Block, block: Block) -> Block:
+    return Block(
+        name=block.name,
+        forward_s=first.forward_s + second.forward_s,
+        backward_s=first.backward_s + second.backward_s,
+        parameter_bytes=first.parameter_bytes + second.parameter_bytes,
+        activation_bytes=first.activation_bytes + second.activation_bytes,
+        output_bytes=second.output_bytes,
+        spread=block.spread,
+    )
 
 
 def stage_s(problem: Problem, device: DeviceProfile, blocks: tuple[Block, ...], micro_batch: int) -> float:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from math import ceil, exp, sqrt
 from statistics import NormalDist
 
+import msgspec
+
 from ragtag.core.cluster import Cluster
 from ragtag.core.profile import DeviceProfile, Profile
 from ragtag.cost.candidate import Candidate, DevicePrediction, Part, Prediction
 from ragtag.cost.comm import outer_loop_s, vote_s, zero_s
 from ragtag.cost.device import backward_s, constant_s, curve, even_s, memory_bytes, time_s
-from ragtag.cost.pipeline import pipeline_step
+from ragtag.cost.pipeline import folded, pipeline_step
 from ragtag.cost.problem import Problem, Rank, assemble
 from ragtag.cost.reduction import Line, bucket_rings_s, lines
 
@@ -30,6 +32,8 @@ def predict_on(problem: Problem, candidate: Candidate) -> Prediction:
     """Return what `candidate` does, for a problem that was assembled before."""
     ranks = [problem.by_name[part.device] for part in candidate.parts]
     if candidate.layout == "pipeline":
+        if (blocks := folded(problem.blocks)) != problem.blocks:
+            problem = msgspec.structs.replace(problem, blocks=blocks)
         priced = pipeline_step(problem, candidate)
         constants_s = [rank.device.fixed_s for rank in ranks]
         work_s, memory, comm_s = list(priced.compute_s), list(priced.memory_bytes), priced.comm_s

@@ -10,7 +10,7 @@ import msgspec
 
 from ragtag.core.errors import SettingError
 from ragtag.core.one_go import write_in_one_go
-from ragtag.core.values import DocumentError, from_json, to_json
+from ragtag.core.values import DocumentError, Stage, Stages, from_json, to_json
 from ragtag.cost.device import largest_micro_batch
 from ragtag.cost.problem import Problem
 from ragtag.plan.search import Choice
@@ -29,6 +29,8 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """It computes activations again in backward instead of keeping them."""
     state_bytes: int | None = None
     """Its slice of the model's state; None: it holds all of it."""
+    blocks: tuple[int, int] | None = None
+    """In a pipeline: the first block of its stage and the one after its last."""
     takes_part: bool = True
     memory_bytes: int | None = None
 
@@ -63,13 +65,26 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
         return tuple([size for size in sizes if size is not None])
 
     @property
+    def stages(self) -> Stages:
+        """The pipeline, its ranks counted among the devices that take part; empty: this is none."""
+        taking_part = [device for device in self.devices if device.takes_part]
+        if self.layout != "pipeline":
+            return ()
+        found = [
+            Stage(rank=rank, first=device.blocks[0], stop=device.blocks[1])
+            for rank, device in enumerate(taking_part)
+            if device.blocks is not None
+        ]
+        return (tuple(sorted(found, key=lambda stage: stage.first)),)
+
+    @property
     def micro_batches(self) -> tuple[int | None, ...]:
         """Most samples of one forward of the devices that take part, whatever their shares become; None: any number.
 
         A device whose whole share is one micro-batch is limited by its memory alone.
         """
         taking_part = [device for device in self.devices if device.takes_part]
-        if self.unit > 1:
+        if self.unit > 1 or self.layout == "pipeline":
             return (None,) * len(taking_part)
         return tuple(
             device.micro_batch if device.micro_batch < device.samples else device.largest_micro_batch
@@ -84,17 +99,23 @@ def plan_file(problem: Problem, choice: Choice) -> PlanFile:
     assert prediction is not None
     parts = {part.device: part for part in candidate.parts}
     memory = {device.device: device.memory_bytes for device in prediction.devices}
+    samples = {part.device: part.samples for part in candidate.parts}
+    if candidate.layout == "pipeline":  # those that pass all stages are the last one's
+        samples = {part.device: 0 for part in candidate.parts} | {
+            candidate.parts[-1].device: candidate.parts[-1].samples
+        }
     return PlanFile(
         layout=candidate.layout,
         global_batch_size=problem.global_batch_size,
         devices=tuple(
             PlannedDevice(
                 name=rank.name,
-                samples=parts[rank.name].samples if rank.name in parts else 0,
+                samples=samples.get(rank.name, 0),
                 micro_batch=parts[rank.name].micro_batch if rank.name in parts else 1,
                 largest_micro_batch=largest_micro_batch(rank.device, rank.name in parts and parts[rank.name].recompute),
                 recompute=rank.name in parts and parts[rank.name].recompute,
                 state_bytes=parts[rank.name].state_bytes if rank.name in parts else None,
+                blocks=parts[rank.name].blocks if rank.name in parts else None,
                 takes_part=rank.name in parts,
                 memory_bytes=memory.get(rank.name),
             )

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from ragtag.core.profile import AFTER_BLOCKS, BEFORE_BLOCKS, Block
 from ragtag.cost.candidate import Candidate, Part
 from ragtag.cost.comm import send_s
 from ragtag.cost.device import curve
-from ragtag.cost.pipeline import state_bytes
+from ragtag.cost.pipeline import folded, state_bytes
 from ragtag.cost.problem import Problem
 from ragtag.cost.step import predict_on
 
@@ -55,28 +54,6 @@ def pipelines(problem: Problem, *, micro_batch: int | None = None) -> Candidate 
                 if best is None or step_s < best[0]:
                     best = (step_s, candidate)
     return None if best is None else best[1]
-
-
-def folded(blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """Return the blocks between which a model can be cut: what runs before and after them goes with its neighbour."""
-    found = list(blocks)
-    if len(found) > 1 and found[0].name == BEFORE_BLOCKS:
-        found[:2] = [_joined(found[0], found[1], found[1])]
-    if len(found) > 1 and found[-1].name == AFTER_BLOCKS:
-        found[-2:] = [_joined(found[-2], found[-1], found[-2])]
-    return tuple(found)
-
-
-def _joined(first: Block, second: Block, block: Block) -> Block:
-    return Block(
-        name=block.name,
-        forward_s=first.forward_s + second.forward_s,
-        backward_s=first.backward_s + second.backward_s,
-        parameter_bytes=first.parameter_bytes + second.parameter_bytes,
-        activation_bytes=first.activation_bytes + second.activation_bytes,
-        output_bytes=second.output_bytes,
-        spread=block.spread,
-    )
 
 
 def _sizes(problem: Problem) -> Iterator[int]:

@@ -11,6 +11,7 @@ import torch
 
 from ragtag.runtime.pipe.order import Turn
 from ragtag.runtime.pipe.pipe import Pipe
+from ragtag.runtime.pipe.traffic import Traffic
 
 _AT_A_TIME = 4
 
@@ -35,7 +36,7 @@ def forwards(
         traffic = pipe.traffic(turns, backward=False, doing="passing activations of an evaluation")
         for turn, run in zip(turns, part):
 
-            def call(whole: Callable[[], Any], turn: Turn = turn) -> Any:
+            def call(whole: Callable[[], Any], turn: Turn = turn, traffic: Traffic = traffic) -> Any:
                 received = None
                 if not pipe.is_first:
                     parcel = traffic.receive(turn)
