@@ -102,7 +102,7 @@ def apart(name: str, model: Model, **variables: str) -> dict[str, Any]:
     """A run of two workers, each in a network namespace."""
     workers = []
     for rank in (0, 1):
-        place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "RAGTAG_HOSTNAME": f"site{rank}"}
+        place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         meet = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": "29556", "OMP_NUM_THREADS": "1"}
         workers.append(
             subprocess.Popen(
@@ -218,22 +218,22 @@ def predicted(choice: Choice) -> dict[str, float]:
 
 
 def measure_links(rounds: int, directory: Path) -> dict[str, Any]:
-    model = Model(width=384, context=16, batch=8, steps=6)
+    model = Model(width=384, context=32, batch=8, steps=6)
+    sites = [{"name": f"device{number}", "host": f"site{number}", "speed": 1} for number in (0, 1)]
+    cluster = cluster_file(directory, sites)  # names only: nothing is emulated
     name = f"pipe{os.getpid() % 1000}-"
     subprocess.run([NETNS, "up", "2", "1gbit", name], check=True)
     try:
         file = directory / "profile.json"
-        apart(name, model, RAGTAG_PROFILE=str(file), RAGTAG_PROFILE_FRESH="1")
+        named = {"RAGTAG_EMULATE": str(cluster)}
+        apart(name, model, RAGTAG_PROFILE=str(file), RAGTAG_PROFILE_FRESH="1", **named)
         profile = load_profile(file)
-        choice = search(assemble(profile))
+        choice = search(assemble(profile, load_cluster(cluster)))
         best = choice.best.candidate
         assert best is not None
         names = [device.name for device in profile.devices]
-        zero = of_layout(choice, "zero-3")
-        runs = [
-            lambda candidate=candidate: apart(name, model, **environment_of(candidate, names))
-            for candidate in (best, zero)
-        ]
+        both = (environment_of(best, names), {"RAGTAG_LAYOUT": "zero3"})  # ZeRO-3 on both, its shares following speed
+        runs = [lambda variables=variables: apart(name, model, **named, **variables) for variables in both]
         pairs = in_turns(runs, rounds)
     finally:
         subprocess.run([NETNS, "down", "2", name], check=True)

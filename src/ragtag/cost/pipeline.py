@@ -23,6 +23,8 @@ class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
     """What sending adds to the slowest stage, over the step."""
     compute_s: tuple[float, ...]
     memory_bytes: tuple[int, ...]
+    held_parts: tuple[float, ...]
+    """Of the model's parameters."""
 
 
 def folded(blocks: Sequence[Block]) -> tuple[Block, ...]:
@@ -69,11 +71,13 @@ def pipeline_step(problem: Problem, candidate: Candidate) -> PipelineStep:
     parts = candidate.parts
     micro_batch = parts[0].micro_batch
     num_micro_batches = -(-parts[0].samples // micro_batch)
-    compute_s, send, memory = [], [], []
+    compute_s, send, memory, held = [], [], [], []
+    whole_bytes = max(1, sum(block.parameter_bytes for block in problem.blocks))
     for index, part in enumerate(parts):
         rank = problem.by_name[part.device]
         assert part.blocks is not None, f"stage {index} has no blocks"
         blocks = problem.blocks[slice(*part.blocks)]
+        held.append(sum(block.parameter_bytes for block in blocks) / whole_bytes)
         compute_s.append(stage_s(problem, rank.device, blocks, micro_batch))
         in_flight = min(len(parts) - index, num_micro_batches)
         kept = sum(block.activation_bytes for block in blocks) * micro_batch
@@ -94,4 +98,5 @@ def pipeline_step(problem: Problem, candidate: Candidate) -> PipelineStep:
         comm_s=step_s - alone_s,
         compute_s=tuple(num_micro_batches * seconds for seconds in compute_s),
         memory_bytes=tuple(memory),
+        held_parts=tuple(held),
     )

@@ -35,7 +35,9 @@ def predict_on(problem: Problem, candidate: Candidate) -> Prediction:
         if (blocks := folded(problem.blocks)) != problem.blocks:
             problem = msgspec.structs.replace(problem, blocks=blocks)
         priced = pipeline_step(problem, candidate)
-        constants_s = [rank.device.fixed_s for rank in ranks]
+        constants_s = [
+            rank.device.fixed_s + rank.device.optimizer_s * held for rank, held in zip(ranks, priced.held_parts)
+        ]
         work_s, memory, comm_s = list(priced.compute_s), list(priced.memory_bytes), priced.comm_s
         step_s = priced.step_s + max(constants_s)
         wait_of = [step_s - comm_s - constant - work for constant, work in zip(constants_s, work_s)]

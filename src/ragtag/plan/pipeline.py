@@ -75,20 +75,24 @@ class _Stage(NamedTuple):
 
 
 def _cuts(problem: Problem, order: Sequence[int], micro_batch: int) -> Iterator[Candidate]:
-    """Give the pipelines worth pricing: the one with the least slowest stage, and those that fill sooner."""
+    """Give the pipelines worth pricing: the one with the least slowest stage, and those that fill sooner. A single
+    stage is no pipeline."""
     stage_of = _stages(problem, order, micro_batch)
     num_devices, num_blocks = len(order), len(problem.blocks)
     least = _program(num_devices, num_blocks, stage_of, limit_s=inf, worst=True)
     if least is None:
         return
     seen = {least.cuts}
-    yield _candidate(problem, order, least.cuts, micro_batch)
+    if _num_stages(least.cuts) > 1:
+        yield _candidate(problem, order, least.cuts, micro_batch)
     if num_devices * num_blocks**2 > _SMALL:
         return
     for factor in _LIMITS:
         found = _program(num_devices, num_blocks, stage_of, limit_s=factor * least.value * (1 + 1e-9), worst=False)
         if found is not None and found.cuts not in seen:
             seen.add(found.cuts)
+            if _num_stages(found.cuts) == 1:
+                continue
             yield _candidate(problem, order, found.cuts, micro_batch)
 
 
@@ -119,6 +123,10 @@ def _stages(problem: Problem, order: Sequence[int], micro_batch: int) -> Callabl
         return _Stage(own_s, sent_s)
 
     return stage_of
+
+
+def _num_stages(cuts: Sequence[int]) -> int:
+    return len(set(cuts) - {0})
 
 
 class _Found(NamedTuple):
