@@ -113,6 +113,16 @@ class Blame:
         """By rank, the step up to which all it has cost belongs to a finding that is over."""
 
     @property
+    def usual_step_s(self) -> float:
+        """Median of the newest steps that were shown."""
+        return self._measure.usual_step_s
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether enough was seen to know what is usual, and the newest step was, for all."""
+        return not self._open and self._measure.is_calm
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         """Those that are not over, by rank."""
         return tuple(self._open[rank].finding for rank in sorted(self._open))

@@ -23,6 +23,8 @@ _LEAST_NOISE_S = 0.5e-3
 _PAST_SPREAD = 1.25
 """How much more uncertain a difference from the own past is than one step."""
 _REMEMBERED, _ENOUGH_WALLS, _LOOKS_EVERY = 32, 16, 4
+_ODD = 3.0
+"""Standard deviations from which on a number makes the next steps worth a look."""
 _MEMORY_STEPS = 30
 """Steps within which slow computing is put down to memory that has run out; for as long as it lasts, then."""
 _FAULTS = 20.0
@@ -111,6 +113,17 @@ class Measure:
         self._least_noise_s = 0.0
         self._walls: deque[float] = deque(maxlen=_REMEMBERED)
         self._before: Seen | None = None
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether enough was seen to know what is usual, and the newest step was, for all ranks."""
+        if self.num_seen <= _REMEMBERED:
+            return False
+        for rank in self.ranks:
+            for number in (rank.compute, rank.data, rank.host, rank.link, rank.receiving):
+                if number.is_found or (number.beyond.newest and number.beyond.newest[-1] > _ODD):
+                    return False
+        return True
 
     def observe(self, seen: Seen, *, accused: Sequence[int]) -> Step:
         """Take in one step; what it shows of those `accused` is not what is usual for them."""

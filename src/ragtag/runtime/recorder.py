@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from ragtag import __version__
 from ragtag.comm.elastic import ElasticGroup
 from ragtag.comm.group import Group
 from ragtag.comm.judge import described
+from ragtag.control.ballot import Ballot
 from ragtag.control.controller import ACHIEVED_OVER
 from ragtag.control.efficiency import eta
 from ragtag.control.robust import median
 from ragtag.control.worth import gains
 from ragtag.core.config import Config
 from ragtag.core.decision import Decision
+from ragtag.core.sampler import Sampler
 from ragtag.core.values import StepReport
 from ragtag.runtime.blaming import Blaming
 from ragtag.runtime.recording import NoRecorder, Recorder
@@ -156,32 +159,7 @@ class EventRecorder:
         self._tell_members(run)
         self._last_step = report.number
         ballots = settling.ballots
-        sample_s = self._sample_seconds(run, report)
-        self._writer.write(
-            Step(
-                number=report.number,
-                loss=_finite(report.loss),
-                metrics={name: _finite(value) for name, value in report.metrics.items()},
-                grad_norm=None if report.grad_norm is None else _finite(report.grad_norm),
-                lr=_finite(report.lr),
-                samples=report.samples,
-                weight=report.weight,
-                skipped=report.skipped,
-                wall_s=_micro(report.wall_s),
-                predicted_s=_micro(report.predicted_s),
-                eta=round(eta(report.samples, report.wall_s, sample_s), 5),
-                shares=report.shares,
-                compute_s=_micros(report.compute_s),
-                data_s=_micros([ballot.data_s for ballot in ballots]),
-                wait_s=_micros([max(0.0, wait - b.data_s) for wait, b in zip(report.wait_s, ballots)]),
-                apply_s=_micros([ballot.apply_s for ballot in ballots]),
-                comm_s=_micro(report.comm_s),
-                stalled=tuple(rank for rank, ballot in enumerate(ballots) if ballot.absent),
-                plan=report.plan_id,
-                generation=report.generation,
-                epoch=run.sampler.batch(report.number).epoch,
-            )
-        )
+        self._writer.defer(partial(_step_of, report, ballots, self._sample_seconds(run, report), run.sampler))
         self._tell_decisions(run)
         if self._blaming is not None:
             self._blaming.step(run, report.number, ballots)
@@ -220,7 +198,7 @@ class EventRecorder:
 
     def _tell_decisions(self, run: Run, *, at_end: bool = False) -> None:
         """New ones, and each once more when it was seen what it achieved, or no more is to be seen."""
-        newest = run.decisions[-_LOOKED_AT:]
+        newest = run.newest_decisions(_LOOKED_AT)
         for decision in newest:
             key = (decision.step, decision.kind)
             is_new = key not in self._told_decisions
@@ -251,6 +229,8 @@ class EventRecorder:
             )
             self._writer.write(self._members)
             self._sample_s, self._plan_id = [], ""
+            if self._blaming is not None:
+                self._blaming.flush()
             self._blaming = Blaming(self._writer, ranks, [member.model for member in ranks])
         if run.plan_id != self._plan_id:
             self._plan_id, plan = run.plan_id, run.plan
@@ -305,6 +285,8 @@ class EventRecorder:
         """The run ends."""
         if self._writes and not self._has_ended:
             self._has_ended = True
+            if self._blaming is not None:
+                self._blaming.flush()
             if self._run is not None:
                 self._tell_decisions(self._run, at_end=True)
             self._writer.write(Ended(step=step, reason=reason))
@@ -333,6 +315,37 @@ class Listener(logging.Filter):
         """One line."""
         self._to.said("warning" if record.levelno >= logging.WARNING else "info", record.getMessage())
         return True
+
+
+def _step_of(report: StepReport, ballots: Sequence[Ballot], sample_s: Sequence[float], sampler: Sampler) -> Step:
+    """The event of a step.
+
+    Args:
+        sample_s: seconds a sample of each device, as far as they are known.
+    """
+    return Step(
+        number=report.number,
+        loss=_finite(report.loss),
+        metrics={name: _finite(value) for name, value in report.metrics.items()},
+        grad_norm=None if report.grad_norm is None else _finite(report.grad_norm),
+        lr=_finite(report.lr),
+        samples=report.samples,
+        weight=report.weight,
+        skipped=report.skipped,
+        wall_s=_micro(report.wall_s),
+        predicted_s=_micro(report.predicted_s),
+        eta=round(eta(report.samples, report.wall_s, sample_s), 5),
+        shares=report.shares,
+        compute_s=_micros(report.compute_s),
+        data_s=_micros([ballot.data_s for ballot in ballots]),
+        wait_s=_micros([max(0.0, wait - b.data_s) for wait, b in zip(report.wait_s, ballots)]),
+        apply_s=_micros([ballot.apply_s for ballot in ballots]),
+        comm_s=_micro(report.comm_s),
+        stalled=tuple([rank for rank, ballot in enumerate(ballots) if ballot.absent]),
+        plan=report.plan_id,
+        generation=report.generation,
+        epoch=sampler.batch(report.number).epoch,
+    )
 
 
 def _decided(decision: Decision) -> Decided:

@@ -312,6 +312,12 @@ class Run:
         followed = () if self.controller is None else self.controller.history
         return (*self.decided, *followed)[-_REMEMBERED_DECISIONS:]
 
+    def newest_decisions(self, count: int) -> Sequence[Decision]:
+        """The last `count` of them; asked in every step."""
+        followed = () if self.controller is None else self.controller.history[-count:]
+        missing = count - len(followed)
+        return (*self.decided[-missing:], *followed) if missing and self.decided else followed
+
     def _tried(self, pool: Pool, seen: Observation) -> Pool:
         """The pool, or none where it is not tried now and has not proved to pay."""
         if self.config.pull is not None:

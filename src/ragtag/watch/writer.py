@@ -17,7 +17,7 @@ from ragtag.watch.events import Event, Said
 
 log = logging.getLogger("ragtag")
 
-_EVERY_S = 0.25
+_EVERY_S = 0.5
 _CAPACITY = 20_000
 _TRY_AGAIN_S = 10.0
 
@@ -53,7 +53,7 @@ class LogWriter:
         every_s: float = _EVERY_S,
     ) -> None:
         self._lines, self._where, self._capacity, self._every_s = lines, where, capacity, every_s
-        self._waiting: deque[Event | Callable[[], Event | None]] = deque()
+        self._waiting: deque[Event | tuple[float, Callable[[], Event | None]]] = deque()
         self._encoder = msgspec.json.Encoder()
         self._lost = 0
         self._refused_until_s = 0.0
@@ -74,7 +74,7 @@ class LogWriter:
     def defer(self, make: Callable[[], Event | None]) -> None:
         """Queue an event that takes a while to work out; `make` is called on the log's own thread."""
         if len(self._waiting) < self._capacity:
-            self._waiting.append(make)
+            self._waiting.append((round(time.time(), 3), make))
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what waits, for at most that long."""
@@ -107,6 +107,7 @@ class LogWriter:
         self.cpu_s = time.thread_time()
 
 
-def _made(make: Callable[[], Event | None]) -> Event | None:
+def _made(deferred: tuple[float, Callable[[], Event | None]]) -> Event | None:
+    told_t, make = deferred
     event = make()
-    return None if event is None else msgspec.structs.replace(event, t=round(time.time(), 3))
+    return None if event is None else msgspec.structs.replace(event, t=told_t)
