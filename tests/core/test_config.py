@@ -33,6 +33,8 @@ def test_defaults():
         "wire": "fp32",
         "layout": "auto",
         "slices": None,
+        "stages": None,
+        "blocks": None,
         "reduce": "host",
         "bucket_bytes": 4 << 20,
         "check_loss": True,
@@ -130,6 +132,8 @@ WRONG = [
     ("recompute", "often"),
     ("layout", "zero4"),
     ("slices", 3),
+    ("stages", ("0:0-3",)),
+    ("blocks", "layers"),
     ("slices", (1, "2")),
     ("bucket_bytes", 100),
     ("bucket_bytes", 1 << 31),
@@ -193,7 +197,7 @@ def test_an_unreadable_file_is_named(tmp_path):
 def test_a_misspelt_argument_is_answered_with_the_closest():
     with pytest.raises(SettingError, match=r"no setting 'pacience_s'\. Did you mean 'patience_s'\?"):
         Config(pacience_s=3)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(SettingError, match=r"no setting 'zebra'\. Settings are bucket_bytes, check_loss"):
+    with pytest.raises(SettingError, match=r"no setting 'zebra'\. Settings are blocks, bucket_bytes, check_loss"):
         Config(zebra=3)  # pyright: ignore[reportCallIssue]
     with pytest.raises(SettingError, match="by name"):
         Config(3)  # pyright: ignore[reportCallIssue]

@@ -51,6 +51,27 @@ class Functional(nn.Module):
         return nn.functional.linear(self.layers(self.embed(tokens)), self.embed.weight)
 
 
+class Skipping(nn.Module):
+    """The output needs what runs before the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(17, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(8, 17)
+
+    def forward(self, tokens):
+        x = first = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first)
+
+
+def skipping():
+    torch.manual_seed(3)
+    return Skipping().double()
+
+
 def passing():
     torch.manual_seed(3)
     return Passing().double()
@@ -112,8 +133,18 @@ def train(make, make_optimizer, settings, scheduled=False, precision="fp32"):
         (passing, adam, {"blocks": layers_of}),
         (functional, adam, {}),
         (sequential, adam, {}),
+        (skipping, adam, {"blocks": layers_of, "stages": "0:0-2, 1:2-3"}),
     ],
-    ids=["tied", "frozen", "groups-recompute", "checkpoint", "masks", "functional", "sequential"],
+    ids=[
+        "tied",
+        "frozen",
+        "groups-recompute",
+        "checkpoint",
+        "masks",
+        "functional",
+        "sequential",
+        "skipping",
+    ],
 )
 def test_a_model_of_every_kind_trains_as_in_one_process(make, make_optimizer, settings):
     settings = {"micro_batch": 5, **settings}

@@ -36,13 +36,14 @@ def count(make, layout, slices, micro_batch, wire):
         return send(tensor, peer, tag)
 
     transport.send = counting
-    counted = []
-    for _ in trainer.steps(3):
+    counted, reported = [], []
+    for report in trainer.steps(3):
         counted.append(sent[0])
+        reported.append(report.sent_bytes[trainer.rank])
         sent[0] = 0
     expected = sent_bytes(trainer._run.sharding, trainer.rank, -(-7 // micro_batch), wire=wire)
     trainer.close()
-    return counted, expected
+    return counted, expected, reported
 
 
 def single():
@@ -73,8 +74,10 @@ def half():
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_a_rank_sends_what_the_formula_says(make, layout, slices, micro_batch, wire):
-    for counted, expected in run_ranks(3, count, make, layout, slices, micro_batch, wire):
+    for counted, expected, reported in run_ranks(3, count, make, layout, slices, micro_batch, wire):
         assert counted == [expected] * 3
+        # The vote is before parameters are gathered again where they are whole: those come with the next one.
+        assert reported[1:] == [expected] * 2
 
 
 def test_the_ring_passes_on_all_but_one_chunk():

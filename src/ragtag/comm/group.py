@@ -139,6 +139,15 @@ class Group(Protocol):
         handed over, in the sums up to the last exchange before this call."""
         ...
 
+    def count_sent(self, num_bytes: int) -> None:
+        """From a job: so many bytes were handed to a link."""
+        ...
+
+    def take_sent_bytes(self) -> int:
+        """Return how many bytes of sums and of jobs that count them were handed to links since the last call; votes and
+        other short messages are not in it."""
+        ...
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""
         ...
@@ -259,6 +268,14 @@ class SoloGroup:
     def take_link_s(self) -> float:
         """Return 0: there is no link."""
         return 0.0
+
+    def count_sent(self, num_bytes: int) -> None:
+        """Refuse: there is nobody to send to."""
+        raise AssertionError("one rank sends nothing")
+
+    def take_sent_bytes(self) -> int:
+        """Return 0."""
+        return 0
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Do nothing."""

@@ -136,6 +136,14 @@ class PassingGroup:
         """Return how long this rank has waited for what was under way."""
         return self._inner.take_link_s() if self._inner is not None else 0.0
 
+    def count_sent(self, num_bytes: int) -> None:
+        """From a job: so many bytes were handed to a link."""
+        self._group.count_sent(num_bytes)
+
+    def take_sent_bytes(self) -> int:
+        """Return how many bytes were handed to links since the last call."""
+        return self._inner.take_sent_bytes() if self._inner is not None else 0
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""
         with self._translating():

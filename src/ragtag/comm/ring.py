@@ -117,6 +117,8 @@ class Ring:
         self._transport = transport
         self._times = times
         self._segment_bytes = segment_bytes
+        self.sent_bytes = 0
+        """Handed to the transport so far."""
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def reduce_scatter(self, flat: torch.Tensor, chunks: Sequence[int], tag: int, wire: Wire | None = None) -> RingTime:
@@ -214,6 +216,7 @@ class Ring:
                 if times is not None:
                     times.handed_over(perf_counter())
                 sent.append(transport.send(carried[start:stop], following, tag))
+                self.sent_bytes += (stop - start) * carried.element_size()
             if receives and num_posted < len(coming):
                 post_receive()
         waits_s = perf_counter()

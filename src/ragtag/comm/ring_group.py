@@ -87,6 +87,7 @@ class RingGroup:
         self._on_close = on_close
         self._delay_s = delay_s
         self._segment_bytes = segment_bytes
+        self._counted_bytes = self._taken_bytes = 0
         self._link_times = LinkTimes(self.rank, self.world_size, clock_name=boot_id())
         self._opening = self._data.submit(lambda: self._open(connect_sockets, open_transport))
 
@@ -248,6 +249,15 @@ class RingGroup:
     def take_link_s(self) -> float:
         """Return how many seconds this rank has waited for what was under way on the link from the preceding rank."""
         return self._link_times.take()
+
+    def count_sent(self, num_bytes: int) -> None:
+        """From a job: so many bytes were handed to a link."""
+        self._counted_bytes += num_bytes
+
+    def take_sent_bytes(self) -> int:
+        """Return how many bytes of sums and of jobs that count them were handed to links since the last call."""
+        before, self._taken_bytes = self._taken_bytes, self._ring.sent_bytes + self._counted_bytes
+        return self._taken_bytes - before
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` in place with those of rank `source`."""

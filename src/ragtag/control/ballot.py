@@ -13,7 +13,7 @@ import msgspec
 
 from ragtag.core.errors import DisagreementError
 
-_FIXED = struct.Struct("<qQqIIIqq13d3q3d")
+_FIXED = struct.Struct("<qQqIIIqq13d4q3d")
 _HELD_ALL = -1
 """Stands for `fits` = None."""
 
@@ -71,6 +71,8 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     end's stamps come with its vote."""
     faults: int = 0
     """Pages that had to be read from disk since the last step."""
+    sent_bytes: int = 0
+    """Of gradients, parameters and activations that it has handed to its links since the vote before."""
     memory_bytes: int = 0
     """What `Vitals` says of its device, up to some seconds ago; 0: not known."""
     peak_memory_bytes: int = 0
@@ -89,7 +91,7 @@ def pack(ballot: Ballot) -> bytes:
         int(b.absent) | 2 * int(b.regroup) | 4 * int(b.save) | 8 * int(b.spoilt) | b.stop << 8, b.contents_hash,
         b.samples, _HELD_ALL if b.fits is None else b.fits,
         b.weight, b.loss_total, b.norm, b.compute_s, b.exposed_s, b.data_s, b.apply_s, b.add_s, b.send_s,
-        b.redo_s, b.host_s, b.link_host_s, b.link_s, b.faults, b.memory_bytes, b.peak_memory_bytes,
+        b.redo_s, b.host_s, b.link_host_s, b.link_s, b.faults, b.sent_bytes, b.memory_bytes, b.peak_memory_bytes,
         b.temperature_c, b.clock_mhz, b.busy,
     )  # fmt: skip
     return fixed + struct.pack(f"<{len(b.metrics)}d", *b.metrics) + b.has_gradient
@@ -99,8 +101,8 @@ def unpack(data: bytes, *, num_metrics: int) -> Ballot:
     """Decode what `pack` encoded."""
     step, plan_hash, attempt, early, absent, contents, samples, fits, *numbers = _FIXED.unpack_from(data)
     weight, loss_total, norm, compute_s, exposed_s, data_s, apply_s, add_s, send_s = numbers[:9]
-    redo_s, host_s, link_host_s, link_s, faults, memory_bytes, peak_memory_bytes, *state = numbers[9:]
-    temperature_c, clock_mhz, busy = state
+    redo_s, host_s, link_host_s, link_s, faults, sent_bytes, memory_bytes, *state = numbers[9:]
+    peak_memory_bytes, temperature_c, clock_mhz, busy = state
     return Ballot(
         step=step,
         plan_hash=plan_hash,
@@ -128,6 +130,7 @@ def unpack(data: bytes, *, num_metrics: int) -> Ballot:
         link_host_s=link_host_s,
         link_s=link_s,
         faults=faults,
+        sent_bytes=sent_bytes,
         memory_bytes=memory_bytes,
         peak_memory_bytes=peak_memory_bytes,
         temperature_c=temperature_c,

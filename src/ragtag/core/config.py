@@ -323,7 +323,9 @@ def _expected(kind: Any) -> str:
 def _checked(name: str, value: Any, kind: Any, source: str) -> Any:
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:
-        return msgspec.convert(value, kind)
+        if get_args(kind)[:1] != (Any,) or value is None or callable(value):
+            return msgspec.convert(value, kind)
+        message = f"{name} = {value!r}{source} is not valid. Expected {_expected(kind)}."
     except msgspec.ValidationError:
         message = f"{name} = {value!r}{source} is not valid. Expected {_expected(kind)}."
     raise SettingError(message)

@@ -105,6 +105,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: tuple[float, ...]
     wait_s: tuple[float, ...]
     comm_s: float
+    sent_bytes: tuple[int, ...] = ()
+    """Gradients, parameters and activations that each rank has handed to its links since the step before; votes and
+    checkpoints are not in it, nor sums inside an accelerator's own library."""
     plan_id: str
     generation: int = 0
     """Counts the memberships of a run."""

@@ -75,29 +75,25 @@ class _Stage(NamedTuple):
 
 
 def _cuts(problem: Problem, order: Sequence[int], micro_batch: int) -> Iterator[Candidate]:
-    """Give the pipelines worth pricing: the one with the least slowest stage, and those that fill sooner. A single
-    stage is no pipeline."""
+    """Give the pipelines worth pricing: the one with the least slowest stage, and those that fill sooner."""
     stage_of = _stages(problem, order, micro_batch)
     num_devices, num_blocks = len(order), len(problem.blocks)
     least = _program(num_devices, num_blocks, stage_of, limit_s=inf, worst=True)
     if least is None:
         return
     seen = {least.cuts}
-    if _num_stages(least.cuts) > 1:
-        yield _candidate(problem, order, least.cuts, micro_batch)
+    yield _candidate(problem, order, least.cuts, micro_batch)
     if num_devices * num_blocks**2 > _SMALL:
         return
     for factor in _LIMITS:
         found = _program(num_devices, num_blocks, stage_of, limit_s=factor * least.value * (1 + 1e-9), worst=False)
         if found is not None and found.cuts not in seen:
             seen.add(found.cuts)
-            if _num_stages(found.cuts) == 1:
-                continue
             yield _candidate(problem, order, found.cuts, micro_batch)
 
 
 def _stages(problem: Problem, order: Sequence[int], micro_batch: int) -> Callable[[int, int, int], _Stage | None]:
-    """Return what says how long the device at a place takes with blocks first .. stop - 1; None: they do not fit."""
+    """Return what says how long the device at a place takes with blocks first .. stop - 1; None: it cannot."""
     blocks, devices = problem.blocks, [problem.alike[rank] for rank in order]
     hosts = [problem.ranks[rank].host for rank in order]
     num_micro_batches = -(-problem.global_batch_size // micro_batch)
@@ -111,6 +107,8 @@ def _stages(problem: Problem, order: Sequence[int], micro_batch: int) -> Callabl
     ]
 
     def stage_of(index: int, first: int, stop: int) -> _Stage | None:
+        if stop - first == len(blocks):
+            return None  # a single stage is no pipeline
         capacity = devices[index].capacity_bytes
         if capacity is not None:
             in_flight = min(num_micro_batches, len(order) - index) * micro_batch
@@ -123,10 +121,6 @@ def _stages(problem: Problem, order: Sequence[int], micro_batch: int) -> Callabl
         return _Stage(own_s, sent_s)
 
     return stage_of
-
-
-def _num_stages(cuts: Sequence[int]) -> int:
-    return len(set(cuts) - {0})
 
 
 class _Found(NamedTuple):

@@ -341,6 +341,7 @@ def _step_of(report: StepReport, ballots: Sequence[Ballot], sample_s: Sequence[f
         wait_s=_micros([max(0.0, wait - b.data_s) for wait, b in zip(report.wait_s, ballots)]),
         apply_s=_micros([ballot.apply_s for ballot in ballots]),
         comm_s=_micro(report.comm_s),
+        sent_bytes=report.sent_bytes,
         stalled=tuple([rank for rank, ballot in enumerate(ballots) if ballot.absent]),
         plan=report.plan_id,
         generation=report.generation,

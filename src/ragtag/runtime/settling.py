@@ -172,7 +172,7 @@ class Settling:
         self.losses = LossSums(run.nature.metric_names, run.device)
         self.data_s = self.redo_s = self._compute_s = self._exposed_s = 0.0
         self._host_s = self._link_host_s = self._link_s = 0.0
-        self._faults = 0
+        self._faults = self._sent_bytes = 0
         self.lr = math.nan
         self.predicted_s = 0.0
         """See `StepReport`."""
@@ -391,6 +391,7 @@ class Settling:
             link_host_s=self._link_host_s,
             link_s=self._link_s,
             faults=self._faults,
+            sent_bytes=self._sent_bytes,
             memory_bytes=vitals.memory_bytes,
             peak_memory_bytes=vitals.peak_memory_bytes,
             temperature_c=vitals.temperature_c,
@@ -411,6 +412,7 @@ class Settling:
             self._host_s += host_s
             self._link_host_s += link_host_s
         self._link_s += run.group.take_link_s()
+        self._sent_bytes += run.group.take_sent_bytes()
         self._faults += run.contention.take_faults()
 
     def _share_out_lost(self, outcome: Outcome) -> tuple[Units, ...]:

@@ -207,6 +207,7 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
         compute_s=outcome.compute_s,
         wait_s=outcome.wait_s,
         comm_s=outcome.comm_s,
+        sent_bytes=tuple(ballot.sent_bytes for ballot in ballots),
         plan_id=settling.plan_id,
         generation=run.generation,
     )

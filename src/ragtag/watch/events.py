@@ -128,6 +128,8 @@ class Step(Event, tag="step", frozen=True, kw_only=True):
     wait_s: tuple[float, ...] = ()
     apply_s: tuple[float, ...] = ()
     comm_s: float = 0.0
+    sent_bytes: tuple[int, ...] = ()
+    """Gradients, parameters and activations handed to links since the step before."""
     stalled: tuple[int, ...] = ()
     """Ranks that others stood in for."""
     plan: str = ""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ragtag.core.errors import ModelError
 from ragtag.core.ledger import Ledger, micro_batches
 from ragtag.runtime.batches import to_device
 from ragtag.runtime.device import copies_asynchronously
@@ -84,6 +85,11 @@ def _forward(pipe: Pipe, settling: Settling, traffic: Traffic, turn: Turn, units
                 loss: Loss | None = None
                 if ran.handed_on is None:
                     loss = as_loss(ran.result, num_samples=samples)
+    if received is not None and not received.is_leaf:
+        raise ModelError(
+            "what came from the stage before went through a re-entrant checkpoint, which loses its gradient. Take "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave it to Config(recompute=True)."
+        )
     if ran.handed_on is not None:
         traffic.hand_on(ran.handed_on)
         return _UnderWay(received, ran.handed_on, samples)

@@ -113,7 +113,9 @@ class StageSums:
                 among = AmongTransport(transport, sorted(flat.owners))
                 wire: Wire | None = self._wire if content.dtype == torch.float32 else None
                 sizes = chunk_sizes(content.numel(), (1,) * among.world_size)
-                Ring(among).all_reduce(content, sizes, self._flats.index(flat), wire)
+                ring = Ring(among)
+                ring.all_reduce(content, sizes, self._flats.index(flat), wire)
+                self._group.count_sent(ring.sent_bytes)
 
         self._work = self._group.on_transport(job)
 

@@ -1,9 +1,10 @@
 """Runs the part of a model that belongs to one stage, without a line of the model's own code changed.
 
 The one idea: every stage runs the whole of `loss_fn(model, batch)`, but only its own blocks do anything. Blocks before
-them hand on what they are given; the first own block takes what came from the stage before instead; the block after the
-last own one ends the forward. So whatever the model's forward makes of the batch besides, such as masks and positions,
-each stage makes itself, and the last stage computes the very loss that the script wrote.
+them hand on what they are given, the last of these what came from the stage before; the block after the last own one
+ends the forward. So whatever the model's forward makes of the batch besides, such as masks and positions,
+each stage makes itself, and the last stage computes the very loss that the script wrote. Where that needs parameters
+which another stage uses too, both have them, and each has its own part of their gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,44 +61,31 @@ class StagedModel:
             received: what the stage before has handed on; None for the first stage.
         """
         assert (received is None) == self.is_first, "the first stage, and no other, receives nothing"
-        graded = torch.is_grad_enabled()
         before = [module.__dict__.get("forward") for module in self._modules]
         for index, module in enumerate(self._modules):
             if index < self.first:
-                module.forward = self._skipped(index)
-            elif index == self.first and received is not None:
-                module.forward = _taking(module.forward, received, graded)
+                module.forward = self._skipped(index, received if index == self.first - 1 else None)
             elif index == self.stop:
                 module.forward = _cut
-        if received is not None:
-            torch.set_grad_enabled(False)  # until the first own block: what comes before it is for nothing
         try:
             return Ran(None, call())
         except _Cut as cut:
             return Ran(cut.value, None)
         finally:
-            torch.set_grad_enabled(graded)
             for module, forward in zip(self._modules, before):
                 if forward is None:
                     module.__dict__.pop("forward", None)
                 else:
                     module.forward = forward
 
-    def _skipped(self, index: int) -> Callable[..., Any]:
+    def _skipped(self, index: int, received: torch.Tensor | None) -> Callable[..., Any]:
         length = self._returns_tuple[index]
 
         def hand_on(value: Any, *_: Any, **__: Any) -> Any:
+            value = value if received is None else received
             return (value, *[None] * (length - 1)) if length else value
 
         return hand_on
-
-
-def _taking(forward: Callable[..., Any], received: torch.Tensor, graded: bool) -> Callable[..., Any]:
-    def take(_: Any, *inputs: Any, **words: Any) -> Any:
-        torch.set_grad_enabled(graded)
-        return forward(received, *inputs, **words)
-
-    return take
 
 
 def _cut(value: Any, *_: Any, **__: Any) -> Any:

@@ -21,6 +21,8 @@ _MOST_DIMENSIONS = 12
 _NOTHING = -1
 """In place of the number of dimensions: no tensor comes."""
 _HEADER = struct.Struct(f"<3q{_MOST_DIMENSIONS}q")
+HEADER_BYTES = _HEADER.size
+"""What goes before each tensor."""
 _FORWARD_TAG, _BACKWARD_TAG = TAG_LIMIT - 16, TAG_LIMIT - 15
 
 
@@ -59,7 +61,6 @@ class Traffic:
         self._came: dict[Turn, Parcel | None] = {}
         self._transport: Transport | None = None
         self._sent: list[tuple[Pending, torch.Tensor]] = []
-        self.num_sent_bytes = 0
         self._work: Work = group.on_transport(self._receive_all)
 
     # ---- on the group's thread
@@ -112,7 +113,7 @@ class Traffic:
             content = tensor.contiguous().cpu().view(-1).view(torch.uint8)
         for each in (header, content) if content.numel() else (header,):
             self._sent.append((self._transport.send(each, peer, tag), each))
-        self.num_sent_bytes += content.numel()
+        self._group.count_sent(header.numel() + content.numel())
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         if not ready():
@@ -133,7 +134,7 @@ def _header(tensor: torch.Tensor | None, wants_gradient: bool) -> torch.Tensor:
 
 
 def _receive(transport: Transport, peer: int, tag: int) -> Parcel | None:
-    header = torch.empty(_HEADER.size, dtype=torch.uint8)
+    header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     transport.receive(header, peer, tag).wait()
     dtype_number, num_dimensions, wants_gradient, *sizes = _HEADER.unpack(header.numpy().tobytes())
     if num_dimensions == _NOTHING:

@@ -55,6 +55,8 @@ class _Watch:
         """Modules whose forward is under way."""
         self.order: list[int] = []
         self._ended = 0
+        self._given: Any = None
+        """What the last block to end has returned, or the first of it."""
         self._model_calls = 0
         self.returns_tuple = [0] * self._count
         self._refusal = ""
@@ -77,10 +79,13 @@ class _Watch:
         self._open.append(id(module))
         if (index := self._number.get(id(module))) is not None:
             self.order.append(index)
-            if not (inputs and isinstance(inputs[0], torch.Tensor)) and not self._refusal:
-                self._refusal = f"the first argument of block '{self._blocks[index][0]}' is not a tensor"
+            name = self._blocks[index][0]
+            if not (inputs and isinstance(inputs[0], torch.Tensor)):
+                self._refusal = self._refusal or f"the first argument of block '{name}' is not a tensor"
+            elif self._ended and inputs[0] is not self._given:
+                self._refusal = self._refusal or f"block '{name}' is not given what the block before it returns"
         elif id(module) not in self._inside:
-            where = BEFORE if not self.order else self._count if self._ended == self._count else None
+            where = BEFORE if not self.order else self._count if self._ended >= self._count else None
             if where is None:
                 own = next((name for name, _ in module.named_parameters(recurse=False)), None)
                 if own is not None and not self._refusal:
@@ -97,6 +102,7 @@ class _Watch:
             self._open.pop()
         if (index := self._number.get(id(module))) is not None:
             self._ended += 1
+            self._given = output[0] if isinstance(output, tuple) and output else output
             if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
                 self.returns_tuple[index] = len(output)
             elif not isinstance(output, torch.Tensor) and not self._refusal:
@@ -107,7 +113,7 @@ class _Watch:
 
     def check(self) -> None:
         """Raise ModelError where the model cannot be cut."""
-        if self._model_calls != 1 and not self._refusal:
+        if self._model_calls > 1 or (self._model_calls == 0 and not self._refusal):
             self._refusal = f"loss_fn calls the model {self._model_calls} times, not once"
         if self.order != list(range(self._count)) and not self._refusal:
             ran = [self.order.count(index) for index in range(self._count)]
