@@ -138,6 +138,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     checkpoint_keep: Annotated[int, Meta(ge=1, description="a whole number of checkpoints, at least 1")] = 3
     """How many checkpoints of the run stay; older ones are removed once a new one is complete."""
 
+    checkpoint_in_background: Annotated[bool, Meta(description="True or False")] = False
+    """Go on training while a checkpoint of the run is written, from copies in host memory that take as much of it as
+    the state; in runs whose ranks come and go, and for the last one, training waits all the same."""
+
     resume: Annotated[bool, Meta(description="True or False")] = True
     """Go on from what is in `checkpoint`; False: start anew, beside what is there, of which nothing is removed."""
 

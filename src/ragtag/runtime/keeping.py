@@ -11,6 +11,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 from ragtag.checkpoint.directory import Directory, History, Mark
@@ -19,8 +20,10 @@ from ragtag.checkpoint.storage import open_storage
 from ragtag.checkpoint.tree import flatten_described
 from ragtag.comm import process_exit
 from ragtag.comm.elastic import ElasticGroup
+from ragtag.comm.rendezvous import connect
 from ragtag.core.errors import CheckpointError, RagtagError, SettingError
 from ragtag.runtime import resuming, state
+from ragtag.runtime.background import BackgroundSaver
 from ragtag.runtime.boundary import Boundary
 from ragtag.runtime.run import Run
 from ragtag.runtime.script import ScriptPosition
@@ -169,6 +172,9 @@ class Keeping:
         self._directory = Directory(open_storage(config.checkpoint))
         self._last: Mark | None = None
         run.boundary = Boundary(every_s=config.checkpoint_every_s, every_steps=config.checkpoint_every_steps)
+        self._background: BackgroundSaver | None = None
+        if config.checkpoint_in_background and not group.elastic:
+            self._background = BackgroundSaver(run, partial(connect, group.patience_s))
         self._signals = signals_of(run, self._directory.address)
         tell_launcher(os.environ, group.patience_s)
 
@@ -197,27 +203,36 @@ class Keeping:
         self._run.history, self._last = history, None
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Wait for what is being written, and give the signals back."""
+        if self._background is not None:
+            self._background.close()
         self._signals.close()
 
     def _save(self, *, waits: str = "") -> None:
         """Write a checkpoint of this step, if there is none yet; see `state.save`."""
         run, history, mark = self._run, self._run.history, self._mark
         assert history is not None
+        committed, beside = self._run.committed, self._background is not None and not waits
 
         def write(tree: Any, parts: Iterable[Part]) -> None:
             if mark == self._last:
                 return
-            run.group.note(run.committed, f"writing the checkpoint {mark.name}")
+            if not beside:
+                run.group.note(committed, f"writing the checkpoint {mark.name}")
             began_s = time.monotonic()
             keep = run.config.checkpoint_keep
             self._directory.save(mark, tree, parts=parts, keep=keep, bad=history.bad, confirm=run.group.confirm)
             self._last = mark
             if isinstance(run.group, ElasticGroup):
-                run.group.checkpointed(run.committed, self._directory.where(mark))
-            run.recorder.saved(run.committed, self._directory.where(mark), time.monotonic() - began_s)
-            log.info("step %d: saved %s", run.committed, self._directory.where(mark))
+                run.group.checkpointed(committed, self._directory.where(mark))
+            run.recorder.saved(committed, self._directory.where(mark), time.monotonic() - began_s)
+            log.info("step %d: saved %s", committed, self._directory.where(mark))
 
+        if self._background is not None:
+            if beside:
+                self._background.save(self._script.state_dict(), write)
+                return
+            self._background.wait()
         state.save(run, self._script.state_dict(), write, waits=waits)
 
     @property

@@ -63,14 +63,11 @@ class PieceOptimizer:
 
     def state_dict(self, states: Mapping[int, PieceState]) -> dict[str, Any]:
         """Return the optimizer's `state_dict` as over whole parameters, of which `states` is kept, by parameter."""
-        numbers: dict[int, int] = {}
-        groups = []
-        for saved, indices in zip(self.optimizer.state_dict()["param_groups"], self.groups):
-            for index in indices:
-                numbers.setdefault(index, len(numbers))
-            groups.append({**saved, "params": [numbers[index] for index in indices]})
-        ordered = {numbers[index]: states[index] for index in sorted(states, key=lambda each: numbers[each])}
-        return {"state": ordered, "param_groups": groups}
+        return whole_state_dict(self.settings(), self.groups, states)
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The groups' settings, as in a `state_dict`."""
+        return [{**group} for group in self.optimizer.state_dict()["param_groups"]]
 
     def states_in(self, state_dict: Mapping[str, Any]) -> dict[int, PieceState]:
         """Return by parameter what is kept in a `state_dict` as over whole parameters."""
@@ -138,3 +135,23 @@ def kept_by_element(states: Iterable[Mapping[str, Any]]) -> set[str]:
         for name, value in state.items()
         if isinstance(value, torch.Tensor | Described) and len(value.shape)
     }
+
+
+def whole_state_dict(
+    settings: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[int]], states: Mapping[int, PieceState]
+) -> dict[str, Any]:
+    """Return the `state_dict` of an optimizer as over whole parameters.
+
+    Args:
+        settings: by group.
+        groups: the numbers of each group's parameters.
+        states: what is kept, by parameter.
+    """
+    numbers: dict[int, int] = {}
+    found = []
+    for saved, indices in zip(settings, groups):
+        for index in indices:
+            numbers.setdefault(index, len(numbers))
+        found.append({**saved, "params": [numbers[index] for index in indices]})
+    ordered = {numbers[index]: states[index] for index in sorted(states, key=lambda each: numbers[each])}
+    return {"state": ordered, "param_groups": found}
