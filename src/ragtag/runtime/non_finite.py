@@ -52,7 +52,9 @@ def find_non_finite(
         samples.extend(run.sampler.indices(step, start, stop))
     bad_gradients = [] if gradients is None else gradients.non_finite()
     answers = run.group.gather(f"non-finite in step {step}", [samples[:8], bad_gradients[:3]])
-    for rank, (indices, names) in enumerate(answers):
+    # A loss before gradients: those of a pipeline's other stages come of it.
+    for rank in sorted(range(len(answers)), key=lambda each: not answers[each][0]):
+        indices, names = answers[rank]
         if indices or names:
             where = f"rank {rank} ({run.group.hosts[rank]})"
             what = "loss" if indices else "gradient"
