@@ -38,6 +38,9 @@ _OTHER_VARIABLES = frozenset(
         "WORKER",
         "GUEST",
         "LAUNCHER_PIPE",
+        "TLS",
+        "ISLAND",
+        "OUTER",
     }
 )
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})

@@ -174,7 +174,10 @@ class EventRecorder:
             return [speed.level_s for speed in run.controller.speeds]
         if len(self._sample_s) != len(report.shares):
             self._sample_s = [deque(maxlen=_REMEMBERED) for _ in report.shares]
-        for known, samples, seconds in zip(self._sample_s, report.shares, report.compute_s):
+        samples_of: Sequence[float] = report.shares
+        if (pipe := run.pipe) is not None:  # whole samples that each stage's time would have been enough for
+            samples_of = [report.shares[feeding] * part for feeding, part in zip(pipe.feeding_ranks, pipe.parts)]
+        for known, samples, seconds in zip(self._sample_s, samples_of, report.compute_s):
             if samples and seconds > 0:
                 known.append(seconds / samples)
         return [median(tuple(known)) if known else 0.0 for known in self._sample_s]

@@ -27,8 +27,14 @@ class Pipe:
         self.stages: Stages = found.cut.stages
         self.micro_batch, self.reason = found.cut.micro_batch, found.cut.reason
         self._samples = found.cut.samples
-        self.feeding_rank = feeding_ranks(self.stages, group.world_size)[group.rank]
-        """Whose samples pass this rank: those of its pipeline's last stage."""
+        self.feeding_ranks = feeding_ranks(self.stages, group.world_size)
+        """By rank, whose samples pass it: those of its pipeline's last stage."""
+        self.feeding_rank = self.feeding_ranks[group.rank]
+        self.parts = [0.0] * group.world_size
+        """By rank, of the time that the whole model's forward and backward takes; 0: it has no stage."""
+        for stage in (each for pipeline in self.stages for each in pipeline):
+            held = slice(stage.first, stage.stop)
+            self.parts[stage.rank] = sum(found.forward[held]) + sum(found.backward[held])
         self._group = group
         self._pipeline = next((p for p in self.stages if any(stage.rank == group.rank for stage in p)), ())
         self._place = next((place for place, stage in enumerate(self._pipeline) if stage.rank == group.rank), 0)
