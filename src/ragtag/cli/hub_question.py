@@ -10,7 +10,6 @@ import msgspec
 
 from ragtag.core.errors import LaunchError
 from ragtag.core.hub_address import hub_address
-from ragtag.hub.connection import client_tls
 
 
 class HubGone(LaunchError):
@@ -47,11 +46,7 @@ def ask(hub: str, token: str, *, timeout_s: float) -> Health:
         LaunchError: it does not know the token, or is no hub.
     """
     host, port = hub_address(hub)
-    tls = client_tls()
-    if tls is None:
-        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-    else:
-        connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", "/health", headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()

@@ -5,15 +5,12 @@ only the silence that this process was there to hear counts.
 """
 
 import logging
-import os
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 from ragtag.core.errors import SettingError
 
@@ -45,49 +42,6 @@ def check_token(token: str) -> None:
         )
     if not token.isascii() or not token.isprintable() or " " in token:
         raise SettingError("RAGTAG_TOKEN holds a blank, or a character that is no ASCII letter, digit or sign.")
-
-
-def server_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """TLS with this certificate chain; None: there is none.
-
-    Raises:
-        SettingError: a file cannot be read, or they do not belong together.
-    """
-    if certificate is None:
-        if key is not None:
-            raise SettingError(f"--key {key} needs its certificate: --certificate FILE.")
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise SettingError(f"--certificate {certificate}: {error.strerror or error}.") from error
-    return context
-
-
-def client_tls(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
-    """TLS towards the hub, as $RAGTAG_TLS says; None where it is unset: in the clear.
-
-    "system" trusts who the system trusts, for the hub's name. A path names the certificate (or its authority's) that
-    alone is trusted; the name in it does not count then, since hubs are mostly reached by number.
-
-    Raises:
-        SettingError: the file cannot be read, or holds no certificate.
-    """
-    told = environ.get("RAGTAG_TLS", "").strip()
-    if not told:
-        return None
-    if told == "system":
-        return ssl.create_default_context()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    try:
-        context.load_verify_locations(told)
-    except (OSError, ssl.SSLError) as error:
-        raise SettingError(f"RAGTAG_TLS = '{told}': {error.strerror or error}. Name a PEM file.") from error
-    return context
 
 
 class AwakeClock:

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import socket
-import ssl
 import time
 from collections.abc import Callable
 
@@ -22,8 +21,6 @@ from ragtag.hub.door import Door, GuardedConnection, Limits, SeldomLog, caller, 
 from ragtag.hub.frames import FRAME_LIMIT_BYTES, End, Frame, FromWorker, Hello, Logged, encode, from_worker
 from ragtag.hub.journal import Journal, JournalError
 from ragtag.hub.peer import Pace, Peer
-from ragtag.hub.relay import PATH as OUTER_PATH
-from ragtag.hub.relay import Relay, stopped
 from ragtag.hub.rules import advance
 from ragtag.hub.rules_state import (
     CloseConnection,
@@ -65,8 +62,6 @@ class HubServer:
         token: what every connection must carry.
         clock: seconds that only ever grow.
         log_file: the run's event log; None: it has none.
-        outer: Unix socket of the process that merges what islands send; None: there is none.
-        tls: certificate and key for all who connect; None: connections are in the clear.
     """
 
     def __init__(
@@ -78,8 +73,6 @@ class HubServer:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         log_file: LogFile | None = None,
-        outer: str | None = None,
-        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._state, self._journal, self._log_file = state, journal, log_file
         self._patience_s = state.settings.patience_s
@@ -95,10 +88,6 @@ class HubServer:
         self._stopping = asyncio.Event()
         self._failed: JournalError | None = None
         self._encoded: tuple[Frame | None, bytes] = (None, b"")
-        self._tls = tls
-        self._relay: Relay | None = None
-        if outer is not None:
-            self._relay = relay = Relay(outer, most=self._limits.islands, write_lines=self._write_lines)
         self._door = Door(
             token=token,
             limits=self._limits,
@@ -106,7 +95,6 @@ class HubServer:
             num_workers=lambda: len(self._peers),
             trouble=self._trouble,
             patience_s=self._patience_s,
-            others={} if self._relay is None else {OUTER_PATH: lambda: not relay.full},
         )
 
     def stop(self) -> None:
@@ -135,16 +123,12 @@ class HubServer:
             ping_interval=None,
             max_size=FRAME_LIMIT_BYTES,
             logger=silent_logger(),
-            ssl=self._tls,
         )
         log.debug("listening on %s port %d", host, port)
         ticker = asyncio.ensure_future(self._tick())
-        keeping = None if self._relay is None else asyncio.ensure_future(self._relay.keep_log())
         try:
             await self._stopping.wait()
         finally:
-            if keeping is not None:
-                await stopped(keeping)
             ticker.cancel()
             await asyncio.wait({ticker})
             await self._part()
@@ -230,10 +214,6 @@ class HubServer:
 
     async def _talk(self, connection: ServerConnection) -> None:
         assert isinstance(connection, GuardedConnection)
-        if self._relay is not None and connection.request is not None and connection.request.path == OUTER_PATH:
-            self._door.welcome(connection)
-            await self._relay.pass_on(connection, caller(connection))
-            return
         hello = await self._opening(connection)
         if hello is None:
             return
