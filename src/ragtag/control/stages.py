@@ -4,18 +4,23 @@ The one idea: the planner decides, with the same program and the same prices as 
 """
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
 from ragtag.core.errors import ModelError, SettingError
-from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts, Timing
+from ragtag.core.profile import Block, DeviceProfile, LinkProfile, Memory, ModelFacts, Timing
 from ragtag.core.quantities import format_bytes
 from ragtag.core.stages import text_from_stages
-from ragtag.core.values import Stage, Stages
+from ragtag.core.values import Layout, Stage, Stages
 from ragtag.cost.pipeline import folded, stage_s, state_bytes
 from ragtag.cost.problem import Problem, Rank
 from ragtag.cost.step import predict_on
 from ragtag.plan.pipeline import pipelines
+from ragtag.plan.sharded import zero
+
+_QUICKER = 0.85
+"""Times the step of the layout that it is compared with."""
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +31,15 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """Of a global batch, by pipeline."""
     micro_batch: int
     reason: str
+    step_s: float = 0.0
+    """Predicted; 0: it was not."""
+    slices_step_s: float = 0.0
+    """That of the layout it was compared with; 0: with none."""
+
+    @property
+    def is_quicker(self) -> bool:
+        """Whether it is, by more than predictions are off."""
+        return self.step_s < _QUICKER * self.slices_step_s
 
 
 def choose_cut(
@@ -37,6 +51,7 @@ def choose_cut(
     global_batch_size: int,
     micro_batch: int | None,
     pinned: Stages | None,
+    slices: Layout | None = None,
 ) -> Cut:
     """Return the stages, the same on every rank that knows the same.
 
@@ -45,6 +60,7 @@ def choose_cut(
         blocks: what was measured of the model's, folded or not.
         micro_batch: samples, where they are set.
         pinned: stages that are set.
+        slices: the layout that would be taken else, whose step is predicted too.
 
     Raises:
         ModelError: the model fits under no cut.
@@ -74,13 +90,19 @@ def choose_cut(
         )
     stages = (tuple(_stage(part.device, part.blocks) for part in candidate.parts),)
     step_s = predict_on(problem, candidate).step_s
-    size = candidate.parts[0].micro_batch
+    size, reason, slices_s = candidate.parts[0].micro_batch, "", 0.0
+    if slices is not None:
+        other = zero(problem, int(slices[-1]), tuple(range(len(ranks)))).candidate
+        slices_s = inf if other is None else predict_on(problem, other).step_s
+        reason = f" ({1e3 * slices_s:.4g} ms with layout {slices})"
     return Cut(
         stages=stages,
         samples=(global_batch_size,),
         micro_batch=size,
         reason=f"layout pipeline: stages {text_from_stages(stages)} with micro-batches of {size} are predicted to take "
-        f"{1e3 * step_s:.4g} ms a step, {_of_whole(problem, stages)}",
+        f"{1e3 * step_s:.4g} ms a step{reason}, {_of_whole(problem, stages)}",
+        step_s=step_s,
+        slices_step_s=slices_s,
     )
 
 
@@ -138,11 +160,14 @@ def _in_proportion(total: int, rates: Sequence[float]) -> list[int]:
     return counts
 
 
-def device_at(name: str, host: str, seconds: Sequence[tuple[int, float]], capacity_bytes: int | None) -> DeviceProfile:
-    """Return a device of which only (samples, seconds) of some micro-batches are known."""
+def device_at(
+    name: str, host: str, seconds: Sequence[tuple[int, float]], capacity_bytes: int | None, memory: Memory
+) -> DeviceProfile:
+    """Return a device of which only (samples, seconds) of some micro-batches and its memory are known."""
     return DeviceProfile(
         name=name,
         host=host,
         timings=tuple(Timing(samples=samples, seconds=value) for samples, value in seconds),
         capacity_bytes=capacity_bytes,
+        memory=memory,
     )

@@ -85,7 +85,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     ] = "auto"
     """What of the model's state is cut into slices, one a rank: nothing, optimizer state, gradients too, or parameters
     too; "auto": the first of these that fits every device's memory. Or "pipeline": each rank holds some of the model's
-    blocks, and samples pass one rank after the other."""
+    blocks, and samples pass one rank after the other; "auto" takes it instead of slices that would have to travel
+    between hosts, where it is predicted to be quicker."""
 
     slices: Annotated[tuple[int, ...], Meta(description="whole numbers by rank, or None")] | None = None
     """Relative sizes of these slices by rank, 0 allowed; None: in proportion to free memory."""

@@ -33,7 +33,7 @@ from ragtag.runtime.device import Stopwatch, choose_device, device_kind, make_cu
 from ragtag.runtime.find_nature import find_nature
 from ragtag.runtime.loader import UnitLoader, check_dataset, loader_settings
 from ragtag.runtime.loader_worker import read_samples
-from ragtag.runtime.pipe.choosing import choose_stages
+from ragtag.runtime.pipe.choosing import choose_stages, quicker_than_slices
 from ragtag.runtime.pipe.pipe import Pipe
 from ragtag.runtime.pipe.staging import Staging
 from ragtag.runtime.precision import LossScale, check_precision, supported_precision
@@ -161,12 +161,16 @@ def prepare(
         config=config,
         group=group,
     )
-    sharding, pipe = None, None
-    if layout.name == "pipeline":
-        check_elementwise(optimizer, layout.name)
+    hosts = group.hosts if emulator is None else [each.host for each in emulator.cluster.expanded()]
+    # Where slices would travel between hosts, a pipeline may be quicker.
+    compared = config.layout == "auto" and layout.name.startswith("zero") and len(set(hosts)) > 1
+    sharding, pipe, found = None, None, None
+    nature, noted = Nature(), []
+    if layout.name == "pipeline" or (compared and not group.elastic):
         # The model is tried where it is: it may be whole on no device.
         nature, noted = finding(device=next(iter(model.parameters())).device, memory=NoMemoryLimit(), rounds=None)
-        found = choose_stages(
+        choosing = partial(
+            choose_stages,
             model,
             optimizer,
             loss_fn,
@@ -182,6 +186,14 @@ def prepare(
             emulator=emulator,
             recompute=recomputation.active,
         )
+        if layout.name == "pipeline":
+            found = choosing()
+        else:
+            found, reason = quicker_than_slices(layout, choosing)
+            layout = msgspec.structs.replace(layout, reason=reason)
+    if found is not None:
+        check_elementwise(optimizer, "pipeline")
+        layout = Chosen(name="pipeline")
         pipe = Pipe(found, group)
         move_to(device, model, optimizer, whole=False)
         sharding = Staging(model, optimizer, group, found=found, device=device, config=config)
@@ -198,7 +210,7 @@ def prepare(
         if rounds is not None:
             rounds.came = memory.came
         if newcomer:
-            nature, noted = msgspec.convert(group.gather("nature", None)[0], Nature), []
+            nature = msgspec.convert(group.gather("nature", None)[0], Nature)
         else:
             nature, noted = finding(device=device, memory=memory, rounds=rounds)
         if sharding is not None and rounds is not None:

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from ragtag.comm.group import Group
+from ragtag.control.layout import Chosen
 from ragtag.control.stages import Cut, choose_cut, device_at
 from ragtag.core.config import Config
 from ragtag.core.errors import ModelError, RagtagError
-from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts
+from ragtag.core.profile import Block, DeviceProfile, LinkProfile, Memory, ModelFacts
 from ragtag.core.stages import check_stages, stages_from_text
+from ragtag.core.values import Layout
 from ragtag.emulate.environment import Emulator
 from ragtag.emulate.memory import MemoryCap
 from ragtag.profile.links import links_between
@@ -63,6 +65,7 @@ def choose_stages(
     config: Config,
     emulator: Emulator | None,
     recompute: bool,
+    slices: Layout | None = None,
 ) -> Found:
     """Try the model, time its blocks, and cut it; a call of the group.
 
@@ -70,6 +73,7 @@ def choose_stages(
         samples: gives a few of step 1.
         nature: what the loss was found to be.
         capacity_bytes: of this rank's device.
+        slices: the layout that would be taken else, whose step is predicted too.
 
     Raises:
         ModelError: the model cannot be cut, or fits under no cut.
@@ -101,7 +105,12 @@ def choose_stages(
     host = group.hosts[group.rank] if emulator is None else emulator.device.host
     sizes = [(count, seconds)] if emulator is None else _emulated(emulator, count, seconds)
     common = tuple(msgspec.convert(each, Block) for each in told)
-    own = device_at(str(group.rank), host, sizes, capacity_bytes)
+    needs = needs_of(model, optimizer, config.blocks)
+    memory = Memory(
+        fixed_bytes=needs.parameter_bytes + needs.gradient_bytes + needs.optimizer_bytes,
+        per_sample_bytes=sum(block.activation_bytes for block in common),
+    )
+    own = device_at(str(group.rank), host, sizes, capacity_bytes, memory)
     devices = [
         msgspec.convert(each, DeviceProfile) for each in group.gather("device profile", msgspec.to_builtins(own))
     ]
@@ -109,7 +118,6 @@ def choose_stages(
     if config.stages is not None:
         pinned = stages_from_text(config.stages)
         check_stages(pinned, world_size=group.world_size, num_blocks=len(blocks))
-    needs = needs_of(model, optimizer, config.blocks)
     facts = ModelFacts(
         name=type(model).__name__,
         shape_hash="",
@@ -136,6 +144,7 @@ def choose_stages(
             global_batch_size=global_batch_size,
             micro_batch=config.micro_batch,
             pinned=pinned,
+            slices=slices,
         )
     except RagtagError as failed:
         error = failed
@@ -147,14 +156,38 @@ def choose_stages(
     return Found(blocks, traced, cut, *_parts(common, [name for name, _ in blocks]))
 
 
+def quicker_than_slices(chosen: Chosen, choose: Callable[..., Found]) -> tuple[Found | None, str]:
+    """Return a pipeline that is predicted to be quicker than the slices that were `chosen` for their memory, or none;
+    and what is to be said about it. A call of the group.
+
+    Args:
+        choose: `choose_stages`, but for `slices`.
+    """
+    try:
+        found = choose(slices=chosen.name)
+    except ModelError:
+        return None, f"{chosen.reason}; the model cannot be cut into stages"
+    if found.cut.is_quicker:
+        return found, ""
+    said = f"{1e3 * found.cut.step_s:.4g} ms a step, slices {1e3 * found.cut.slices_step_s:.4g} ms"
+    return None, f"{chosen.reason}; a pipeline is predicted to take {said}"
+
+
 def _tried(model: nn.Module, blocks: NamedBlocks, loss: Callable[[], torch.Tensor], group: Group) -> Traced:
     """Rank 0 tries; everybody learns what it found."""
     said: Any = None
     if group.rank == 0:
         group.note(0, "trying to cut the model into stages")
-        traced = try_stages(model, blocks, loss)
-        said = [[sorted(users) for users in traced.users], list(traced.returns_tuple)]
+        try:
+            traced = try_stages(model, blocks, loss)
+            said = [[sorted(users) for users in traced.users], list(traced.returns_tuple)]
+        except ModelError as error:
+            said = [[], str(error)]
     users, returns_tuple = group.gather("uses of parameters", said)[0]
+    if isinstance(returns_tuple, str):
+        error = ModelError(returns_tuple)
+        error.origin_rank = 0
+        raise error
     return Traced([frozenset(each) for each in users], returns_tuple)
 
 
