@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from tests.pipe.test_pipe_exact import adam
-from tests.ranks import run_ranks
 from torch import nn
 
 import ragtag
+from tests.pipe.test_pipe_exact import adam
+from tests.ranks import run_ranks
 
 DEVICE = '[[device]]\nname = "d{number}"\nhost = "{host}"\nmemory = "3MB"\n'
 LINK = '[[link]]\nbetween = ["a", "b"]\nbandwidth = "{}"\nlatency = "1ms"\n'
