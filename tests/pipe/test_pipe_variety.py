@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import ragtag
+from ragtag.watch.events import Step
+from ragtag.watch.reader import read
 from tests.ranks import run_ranks
 from tests.runtime.reference import plain_run
 from tests.zero.models import Tokens, sum_loss, tiny
@@ -168,6 +170,13 @@ def test_a_model_of_every_kind_trains_as_in_one_process(make, make_optimizer, se
         assert losses == results[0][1]
         assert score == pytest.approx(float(total) / count, rel=1e-12)
         assert metrics["count"] == pytest.approx(1.0)
+
+
+def test_a_run_with_listed_blocks_writes_its_log(tmp_path):
+    settings = {"micro_batch": 4, "blocks": layers_of, "log": str(tmp_path / "log.jsonl")}
+    run_ranks(2, train, passing, adam, settings)
+    steps = [event for event in read(tmp_path / "log.jsonl") if isinstance(event, Step)]
+    assert [step.number for step in steps] == list(range(1, STEPS + 1))
 
 
 def test_each_rank_holds_its_stage_only():

@@ -139,7 +139,7 @@ class EventRecorder:
             step=run.committed,
             global_batch_size=run.sampler.global_batch_size,
             parameters=trained,
-            settings=msgspec.to_builtins(run.config),
+            settings=msgspec.to_builtins(msgspec.structs.replace(run.config, blocks=None)),  # a function is no word
         )
         self._told_decisions = {(each.step, each.kind): True for each in run.decisions[-_LOOKED_AT:]}
         if self._writes and not (isinstance(self._group, ElasticGroup) and self._group.is_newcomer):
