@@ -9,7 +9,7 @@ from math import inf
 import msgspec
 
 from ragtag.core.errors import ModelError, SettingError
-from ragtag.core.profile import Block, DeviceProfile, LinkProfile, Memory, ModelFacts, Timing
+from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts
 from ragtag.core.quantities import format_bytes
 from ragtag.core.stages import text_from_stages
 from ragtag.core.values import Layout, Stage, Stages
@@ -115,13 +115,14 @@ def _of_whole(problem: Problem, stages: Stages) -> str:
     """What sets the pace."""
     slowest = max(
         (stage for pipeline in stages for stage in pipeline),
-        key=lambda stage: stage_s(problem, problem.ranks[stage.rank].device, _blocks(problem, stage), 1),
+        key=lambda stage: _sample_s(problem, stage),
     )
     return f"the stage of rank {slowest.rank} sets the pace"
 
 
-def _blocks(problem: Problem, stage: Stage) -> tuple[Block, ...]:
-    return problem.blocks[stage.first : stage.stop]
+def _sample_s(problem: Problem, stage: Stage) -> float:
+    """Seconds of one sample's forward and backward through a stage."""
+    return stage_s(problem, problem.ranks[stage.rank].device, problem.blocks[stage.first : stage.stop], 1)
 
 
 def _pinned(problem: Problem, stages: Stages, micro_batch: int | None) -> Cut:
@@ -133,9 +134,7 @@ def _pinned(problem: Problem, stages: Stages, micro_batch: int | None) -> Cut:
         )
     rates = []
     for pipeline in stages:
-        beat_s = max(
-            stage_s(problem, problem.ranks[stage.rank].device, _blocks(problem, stage), 1) for stage in pipeline
-        )
+        beat_s = max(_sample_s(problem, stage) for stage in pipeline)
         rates.append(1 / max(beat_s, 1e-12))
     num_units = -(-batch // unit)
     units = _in_proportion(num_units, rates)
@@ -158,16 +157,3 @@ def _in_proportion(total: int, rates: Sequence[float]) -> list[int]:
         soonest = min(range(len(rates)), key=lambda index: ((counts[index] + 1) / rates[index], index))
         counts[soonest] += 1
     return counts
-
-
-def device_at(
-    name: str, host: str, seconds: Sequence[tuple[int, float]], capacity_bytes: int | None, memory: Memory
-) -> DeviceProfile:
-    """Return a device of which only (samples, seconds) of some micro-batches and its memory are known."""
-    return DeviceProfile(
-        name=name,
-        host=host,
-        timings=tuple(Timing(samples=samples, seconds=value) for samples, value in seconds),
-        capacity_bytes=capacity_bytes,
-        memory=memory,
-    )

@@ -11,7 +11,7 @@ from math import exp
 
 import msgspec
 
-from ragtag.core.cluster import Cluster, Device
+from ragtag.core.cluster import Cluster, Device, Emulation
 from ragtag.core.errors import SettingError, did_you_mean
 from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts, Profile, Timing
 from ragtag.cost.comm import LOOPBACK
@@ -118,12 +118,11 @@ def profile_from_speeds(
         raise SettingError(f"--batch {global_batch_size} is not valid. Expected at least 1 sample: --batch 256.")
     devices = []
     for device in cluster.expanded():
-        seconds = {size: emulation.micro_batch_s + size * emulation.sample_s for size in (1, 2, 64)}
         devices.append(
             DeviceProfile(
                 name=device.name,
                 kind=device.kind,
-                timings=tuple(Timing(samples=size, seconds=value / device.speed) for size, value in seconds.items()),
+                timings=emulated_timings(emulation, device.speed),
                 optimizer_s=emulation.optimizer_s / device.speed,
                 fixed_s=emulation.fixed_s / device.speed,
                 jitter=emulation.jitter,
@@ -138,6 +137,13 @@ def profile_from_speeds(
         optimizer_bytes=0,
     )
     return Profile(model=facts, global_batch_size=global_batch_size, devices=tuple(devices))
+
+
+def emulated_timings(emulation: Emulation, speed: float) -> tuple[Timing, ...]:
+    """Return what micro-batches of some sizes take on an emulated device, where `sample_ms` is known."""
+    assert emulation.sample_s is not None, "nothing says what speeds are relative to"
+    seconds = {size: emulation.micro_batch_s + size * emulation.sample_s for size in (1, 2, 64)}
+    return tuple(Timing(samples=size, seconds=value / speed) for size, value in seconds.items())
 
 
 def solo_samples_per_s(device: DeviceProfile, batch: int, unit: int = 1) -> float:

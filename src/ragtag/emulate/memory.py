@@ -253,6 +253,17 @@ class MemoryCap:
             )
 
 
+@contextmanager
+def counting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[MemoryCap]:
+    """Give a cap that nothing reaches: it only counts."""
+    counter = MemoryCap(1 << 62, device="this device")
+    counter.attach(model, optimizer)
+    try:
+        yield counter
+    finally:
+        counter.detach()
+
+
 class _Activations:
     """Storages that graphs hold on to, and how many times each."""
 

@@ -101,10 +101,6 @@ def _stages(problem: Problem, order: Sequence[int], micro_batch: int) -> Callabl
     kept = [0, *accumulate(block.activation_bytes for block in blocks)]
     state = [0, *accumulate(state_bytes(problem, (block,)) for block in blocks)]
     whole_s = [curve(device).at(micro_batch) / times[-1] for device in devices]
-    links = [
-        (lambda size, index=index: send_s(size, hosts[index], hosts[index + 1], problem.link))
-        for index in range(len(order) - 1)
-    ]
 
     def stage_of(index: int, first: int, stop: int) -> _Stage | None:
         if stop - first == len(blocks):
@@ -117,7 +113,8 @@ def _stages(problem: Problem, order: Sequence[int], micro_batch: int) -> Callabl
         own_s = whole_s[index] * (times[stop] - times[first])
         sent_s = 0.0
         if stop < len(blocks) and index + 1 < len(order):
-            sent_s = links[index](blocks[stop - 1].output_bytes * micro_batch)
+            size = blocks[stop - 1].output_bytes * micro_batch
+            sent_s = send_s(size, hosts[index], hosts[index + 1], problem.link)
         return _Stage(own_s, sent_s)
 
     return stage_of

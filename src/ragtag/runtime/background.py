@@ -48,7 +48,6 @@ class BackgroundSaver:
 
         Args:
             write: called on rank 0, on another thread, with the tree and the parts of what it only describes.
-
         """
         self.wait()
         run, group, whole = self._run, self._run.group, None

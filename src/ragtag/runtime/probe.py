@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ragtag.core.profile import Block
-from ragtag.emulate.memory import MemoryCap, MemoryLimit, NoMemoryLimit
+from ragtag.emulate.memory import MemoryCap, MemoryLimit, NoMemoryLimit, counting
 from ragtag.profile.probe import MicroBatch, Update
 from ragtag.runtime.batches import to_device
 from ragtag.runtime.block_probe import measure_blocks
@@ -28,8 +28,6 @@ from ragtag.runtime.marks import Arrivals, mark, seconds_from
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.run import Run
 
-_COUNTING = 1 << 62
-"""A cap that nothing reaches: it only counts."""
 _PART_OF_FREE_MEMORY = 0.8
 
 
@@ -126,7 +124,7 @@ class RunProbe:
             self._attempt(samples, recompute, NoMemoryLimit())
             module.synchronize(device)
             return int(module.max_memory_allocated(device))
-        with self._counting() as counter:
+        with counting(self._run.model, self._run.optimizer) as counter:
             self._attempt(samples, recompute, counter)
         return counter.peak_bytes
 
@@ -147,7 +145,7 @@ class RunProbe:
             return ()
         run = self._run
         data = to_device(self._read(samples), run.device)
-        with self._counting() as counter:
+        with counting(run.model, run.optimizer) as counter:
             blocks, self.refusal = measure_blocks(
                 run.model,
                 self._blocks,
@@ -231,15 +229,6 @@ class RunProbe:
         run = self._run
         with autocast(run.device_precision, run.device):
             return as_loss(run.loss_fn(run.model, batch), num_samples=samples)
-
-    @contextmanager
-    def _counting(self) -> Iterator[MemoryCap]:
-        counter = MemoryCap(_COUNTING, device="this device")
-        counter.attach(self._run.model, self._run.optimizer)
-        try:
-            yield counter
-        finally:
-            counter.detach()
 
     def _empty_cache(self) -> None:
         module = _allocator(self._run.device)

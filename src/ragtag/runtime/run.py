@@ -309,10 +309,9 @@ class Run:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """The newest changes of plan, oldest first."""
-        followed = () if self.controller is None else self.controller.history
-        return (*self.decided, *followed)[-_REMEMBERED_DECISIONS:]
+        return self.newest_decisions(_REMEMBERED_DECISIONS)
 
-    def newest_decisions(self, count: int) -> Sequence[Decision]:
+    def newest_decisions(self, count: int) -> tuple[Decision, ...]:
         """The last `count` of them; asked in every step."""
         followed = () if self.controller is None else self.controller.history[-count:]
         missing = count - len(followed)

@@ -15,14 +15,15 @@ from torch import nn
 
 from ragtag.comm.group import Group
 from ragtag.control.layout import Chosen
-from ragtag.control.stages import Cut, choose_cut, device_at
+from ragtag.control.stages import Cut, choose_cut
 from ragtag.core.config import Config
 from ragtag.core.errors import ModelError, RagtagError
-from ragtag.core.profile import Block, DeviceProfile, LinkProfile, Memory, ModelFacts
+from ragtag.core.profile import Block, DeviceProfile, LinkProfile, Memory, ModelFacts, Timing
 from ragtag.core.stages import check_stages, stages_from_text
 from ragtag.core.values import Layout
+from ragtag.cost.problem import emulated_timings
 from ragtag.emulate.environment import Emulator
-from ragtag.emulate.memory import MemoryCap
+from ragtag.emulate.memory import counting
 from ragtag.profile.links import links_between
 from ragtag.runtime.batches import to_device
 from ragtag.runtime.block_probe import measure_blocks
@@ -33,8 +34,6 @@ from ragtag.runtime.pipe.users import Traced, refused
 from ragtag.runtime.precision import autocast
 from ragtag.runtime.trial import Nature
 from ragtag.runtime.zero.choosing import needs_of
-
-_COUNTING = 1 << 62
 
 
 class Found(NamedTuple):
@@ -103,14 +102,16 @@ def choose_stages(
         own_blocks, seconds = _timed(model, blocks, loss, count, cast, optimizer)
     told = group.gather("blocks", [msgspec.to_builtins(each) for each in own_blocks])[0]
     host = group.hosts[group.rank] if emulator is None else emulator.device.host
-    sizes = [(count, seconds)] if emulator is None else _emulated(emulator, count, seconds)
+    timings = (Timing(samples=count, seconds=seconds),)
+    if emulator is not None and emulator.cluster.emulation.sample_s is not None:
+        timings = emulated_timings(emulator.cluster.emulation, emulator.device.speed)
     common = tuple(msgspec.convert(each, Block) for each in told)
     needs = needs_of(model, optimizer, config.blocks)
     memory = Memory(
         fixed_bytes=needs.parameter_bytes + needs.gradient_bytes + needs.optimizer_bytes,
         per_sample_bytes=sum(block.activation_bytes for block in common),
     )
-    own = device_at(str(group.rank), host, sizes, capacity_bytes, memory)
+    own = DeviceProfile(name=str(group.rank), host=host, timings=timings, capacity_bytes=capacity_bytes, memory=memory)
     devices = [
         msgspec.convert(each, DeviceProfile) for each in group.gather("device profile", msgspec.to_builtins(own))
     ]
@@ -201,34 +202,25 @@ def _timed(
 ) -> tuple[tuple[Block, ...], float]:
     """Return times and bytes of the blocks, and the seconds of one forward and backward of the whole model."""
     device = next(iter(model.parameters())).device
-    counter = MemoryCap(_COUNTING, device="this device")
-    counter.attach(model, optimizer)
     factor = 2.0**-10
     try:
-        measured, why_not = measure_blocks(
-            model,
-            blocks,
-            lambda: loss() * factor,
-            samples=samples,
-            device=device,
-            autocast=cast,
-            counter=counter,
-            sample_s=None,
-        )
+        with counting(model, optimizer) as counter:
+            measured, why_not = measure_blocks(
+                model,
+                blocks,
+                lambda: loss() * factor,
+                samples=samples,
+                device=device,
+                autocast=cast,
+                counter=counter,
+                sample_s=None,
+            )
     finally:
-        counter.detach()
         for parameter in model.parameters():
             parameter.grad = None
     if not measured:
         raise refused(why_not)
     return measured, samples * sum(block.forward_s + block.backward_s for block in measured)
-
-
-def _emulated(emulator: Emulator, samples: int, seconds: float) -> list[tuple[int, float]]:
-    emulation, speed = emulator.cluster.emulation, emulator.device.speed
-    if emulation.sample_s is None:
-        return [(samples, seconds)]
-    return [(size, (emulation.micro_batch_s + size * emulation.sample_s) / speed) for size in (1, 2, 64)]
 
 
 def _links_of(emulator: Emulator) -> list[LinkProfile]:

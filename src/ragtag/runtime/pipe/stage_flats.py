@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ragtag.runtime.zero.flats import Flat, Piece
+from ragtag.runtime.zero.flats import Flat
 
 
 class StageFlat(Flat):
@@ -53,14 +53,8 @@ class StageFlat(Flat):
         super()._cut(weights)
         self.start, self.stop = 0, self.numel if self._held else 0
 
-    def _take_own(self, content: torch.Tensor) -> None:
-        self.own = content if self._held else content[:0].clone()
-        self.pieces = []
-        if self._held:
-            for member in self.members:
-                view = self.own[member.start : member.stop]
-                piece = torch.nn.Parameter(view, requires_grad=member.parameter.requires_grad)
-                self.pieces.append(Piece(member, 0, member.stop - member.start, piece))
+    def _kept(self, own: torch.Tensor) -> torch.Tensor:
+        return own if self._held else own.clone()
 
     def fill(self) -> None:
         """Do nothing: what this rank has is there, and the rest is not asked for."""

@@ -17,7 +17,7 @@ from ragtag.core.chunks import chunk_sizes
 from ragtag.core.errors import ModelError
 from ragtag.runtime.pipe.stage_flats import StageFlat
 from ragtag.runtime.ring_cost import RingCost
-from ragtag.runtime.zero.block import SummedFlat
+from ragtag.runtime.zero.block import SummedFlat, norm_of
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -38,10 +38,12 @@ class StageSums:
         self.ring_cost = RingCost()
         self.launched_too_early = False
         self._own = [(flat, SummedFlat(flat)) for flat in flats if flat.trained and flat.held]
-        self._shared = [flat for flat in flats if flat.trained and len(flat.owners) > 1]
+        self._any_shared = any(flat.trained and len(flat.owners) > 1 for flat in flats)
+        """By anybody: then every rank has a job in each step, whether or not it holds any of that."""
         self._bits = 0
         self._work: Work | None = None
-        self._contents: dict[int, torch.Tensor] = {}
+        self._travelling: list[tuple[SummedFlat, torch.Tensor]] = []
+        """What this rank shares, and its sum in host memory."""
 
     @property
     def fingerprint(self) -> str:
@@ -59,7 +61,7 @@ class StageSums:
             summed.begin()
             for member in summed.flat.members:
                 member.parameter.grad = None
-        self._bits, self._work, self._contents = 0, None, {}
+        self._bits, self._work, self._travelling = 0, None, []
 
     def drop(self) -> bool:
         """This rank's backward has failed: what is in the sums is worthless, on all ranks."""
@@ -81,13 +83,6 @@ class StageSums:
         for flat, summed in self._own:
             if flat.dtype in _HALF:
                 self._collect(summed)
-            for member in flat.members:
-                gradient = member.parameter.grad
-                if gradient is not None and gradient.is_sparse:
-                    raise ModelError(
-                        f"parameter '{member.name}' has a sparse gradient; ragtag reduces dense ones. "
-                        f"Use nn.Embedding(..., sparse=False)."
-                    )
 
     def idle_until(self, num_rounds: int) -> None:
         """Nothing: every rank has its turns."""
@@ -96,25 +91,24 @@ class StageSums:
         """Start adding up what several ranks hold."""
         for _, summed in self._own:
             self._collect(summed)
-        if not self._shared:
+        if not self._any_shared:
             return
-        mine: list[tuple[StageFlat, torch.Tensor]] = []
+        jobs: list[tuple[int, tuple[int, ...], torch.Tensor]] = []
         for flat, summed in self._own:
-            if len(flat.owners) > 1:
-                if summed.sum is None:
-                    summed.sum = summed.gradient()
-                mine.append((flat, summed.sum))
-        # On the host, where they travel; device tensors come back in `wait`.
-        travelling = [(flat, content.cpu()) for flat, content in mine]
-        self._contents = {id(flat): content for flat, content in travelling}
+            if len(flat.owners) == 1:
+                continue
+            if summed.sum is None:
+                summed.sum = summed.gradient()
+            content = summed.sum.cpu()  # where it travels; what lies on a device comes back in `wait`
+            self._travelling.append((summed, content))
+            jobs.append((self._flats.index(flat), flat.owners, content))
 
         def job(transport: Transport) -> None:
-            for flat, content in travelling:
-                among = AmongTransport(transport, sorted(flat.owners))
+            for number, owners, content in jobs:
+                among = AmongTransport(transport, sorted(owners))
                 wire: Wire | None = self._wire if content.dtype == torch.float32 else None
-                sizes = chunk_sizes(content.numel(), (1,) * among.world_size)
                 ring = Ring(among)
-                ring.all_reduce(content, sizes, self._flats.index(flat), wire)
+                ring.all_reduce(content, chunk_sizes(content.numel(), (1,) * among.world_size), number, wire)
                 self._group.count_sent(ring.sent_bytes)
 
         self._work = self._group.on_transport(job)
@@ -128,23 +122,14 @@ class StageSums:
         if self._work is None:
             return
         self._group.wait(self._work, "reducing gradients")
-        for flat, summed in self._own:
-            content = self._contents.get(id(flat))
-            if content is not None and summed.sum is not None and content is not summed.sum:
+        for summed, content in self._travelling:
+            if summed.sum is not None and content is not summed.sum:
                 summed.sum.copy_(content)
-        self._work, self._contents = None, {}
+        self._work, self._travelling = None, []
 
     def norm(self) -> torch.Tensor:
         """2-norm of what this rank speaks for, a scalar on the device."""
-        norms = [
-            torch.linalg.vector_norm(summed.sum)
-            for flat, summed in self._own
-            if flat.speaks and summed.sum is not None and summed.sum.numel()
-        ]
-        if not norms:
-            return torch.zeros(())
-        wide = torch.float32 if norms[0].device.type == "mps" else torch.float64
-        return torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
+        return norm_of(summed for flat, summed in self._own if flat.speaks)
 
     def has_gradient(self) -> bytes:
         """One bit per parameter, least significant first: did this rank see a gradient for it."""
@@ -184,6 +169,11 @@ class StageSums:
         """Move gradients from parameters into the sum."""
         came = [member for member in summed.flat.members if member.parameter.grad is not None]
         for member in came:
+            if member.parameter.grad is not None and member.parameter.grad.is_sparse:
+                raise ModelError(
+                    f"parameter '{member.name}' has a sparse gradient; ragtag reduces dense ones. "
+                    f"Use nn.Embedding(..., sparse=False)."
+                )
             self._bits |= 1 << member.number
         if not came:
             return

@@ -1,6 +1,6 @@
 """A block of the model: its flats, and this rank's slices of the sums of its gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -69,6 +69,15 @@ class SummedFlat:
             offset = piece.member.start + piece.first - self.flat.start
             own = self.sum[offset : offset + piece.last - piece.first]
             piece.parameter.grad = own.to(piece.parameter.dtype)
+
+
+def norm_of(summed: Iterable[SummedFlat]) -> torch.Tensor:
+    """Return the 2-norm of what this rank has of sums, a scalar on the device (fp64 where it has that)."""
+    norms = [torch.linalg.vector_norm(each.sum) for each in summed if each.sum is not None and each.sum.numel()]
+    if not norms:
+        return torch.zeros(())
+    wide = torch.float32 if norms[0].device.type == "mps" else torch.float64
+    return torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
 
 
 class Block:

@@ -81,8 +81,7 @@ class Flat:
 
     def _take_own(self, content: torch.Tensor) -> None:
         """Make this rank's slice, and pieces of it, from the whole `content`."""
-        own = content[self.start : self.stop]
-        self.own = own if self.whole else own.clone()
+        self.own = self._kept(content[self.start : self.stop])
         self.pieces = []
         for member in self.members:
             low, high = max(self.start, member.start), min(self.stop, member.stop)
@@ -90,6 +89,10 @@ class Flat:
                 view = self.own[low - self.start : high - self.start]
                 piece = torch.nn.Parameter(view, requires_grad=member.parameter.requires_grad)
                 self.pieces.append(Piece(member, low - member.start, high - member.start, piece))
+
+    def _kept(self, own: torch.Tensor) -> torch.Tensor:
+        """What stays of the whole content, of which `own` is this rank's slice, when the rest goes."""
+        return own if self.whole else own.clone()
 
     @property
     def num_bytes(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ragtag.runtime.ring_cost import RingCost
-from ragtag.runtime.zero.block import Block
+from ragtag.runtime.zero.block import Block, norm_of
 from ragtag.runtime.zero.rounds import Rounds
 
 
@@ -92,16 +92,7 @@ class SlicedSums:
 
     def norm(self) -> torch.Tensor:
         """2-norm of this rank's slices, a scalar on the device."""
-        norms = [
-            torch.linalg.vector_norm(summed.sum)
-            for block in self._blocks
-            for summed in block.summed
-            if summed.sum is not None and summed.sum.numel()
-        ]
-        if not norms:
-            return torch.zeros(())
-        wide = torch.float32 if norms[0].device.type == "mps" else torch.float64
-        return torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
+        return norm_of(summed for block in self._blocks for summed in block.summed)
 
     def non_finite(self) -> list[str]:
         """Nothing: sums are everybody's."""
