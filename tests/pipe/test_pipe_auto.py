@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import ragtag
-from tests.pipe.test_pipe_exact import adam
 from tests.ranks import run_ranks
+from tests.zero.test_zero_exact import adam
 
 DEVICE = '[[device]]\nname = "d{number}"\nhost = "{host}"\nmemory = "3MB"\n'
 LINK = '[[link]]\nbetween = ["a", "b"]\nbandwidth = "{}"\nlatency = "1ms"\n'

@@ -1,28 +1,18 @@
 """What stages send in a step, against the formula: activations one way, their gradients the other."""
 
-import torch
-
-import ragtag
 from ragtag.runtime.pipe.traffic import HEADER_BYTES
-from tests.pipe.test_pipe_exact import adam, loss_fn
+from tests.pipe.staged import staged
 from tests.ranks import run_ranks
 from tests.zero.models import Tokens, tiny
+from tests.zero.test_zero_exact import adam, loss_fn
 
 WIDTH, LENGTH, BATCH = 12, 7, 12
 
 
 def count(stages, micro_batch, shares):
-    torch.set_num_threads(1)
     model = tiny(depth=4)
-    trainer = ragtag.Trainer(
-        model,
-        adam(model.parameters()),
-        loss_fn,
-        Tokens(),
-        global_batch_size=BATCH,
-        shares=shares,
-        config=ragtag.Config(layout="pipeline", stages=stages, micro_batch=micro_batch),
-    )
+    settings = {"stages": stages, "micro_batch": micro_batch}
+    trainer = staged(model, adam(model.parameters()), loss_fn, Tokens(), settings, batch=BATCH, shares=shares)
     found = [report.sent_bytes for report in trainer.steps(3)]
     trainer.close()
     return found

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import ragtag
-from tests.pipe.test_pipe_exact import adam
+from tests.pipe.staged import staged, whole
 from tests.ranks import run_ranks
 from tests.runtime.reference import plain_run
 from tests.zero.models import Tokens, sum_loss, tiny
+from tests.zero.test_zero_exact import adam, loss_fn
 
 STEPS = 8
 
@@ -19,11 +20,6 @@ class Ragged(Tokens):
 
     def __init__(self):
         super().__init__(count=23)
-
-
-def loss_fn(model, batch):
-    total, count = sum_loss(model, batch)
-    return ragtag.Loss(total, count)
 
 
 class Sometimes:
@@ -37,25 +33,15 @@ class Sometimes:
         return ragtag.Loss(loss.total * math.nan, loss.count) if self.calls == 7 else loss
 
 
-def train(settings, batch, loader=None, loss=loss_fn, clip_norm=None):
-    torch.set_num_threads(1)
+def train(settings, batch, loader=None, loss=loss_fn):
     model = tiny(depth=4)
-    trainer = ragtag.Trainer(
-        model,
-        adam(model.parameters()),
-        loss,
-        Ragged(),
-        global_batch_size=batch,
-        clip_norm=clip_norm,
-        loader=loader,
-        config=ragtag.Config(layout="pipeline", **settings),
-    )
+    trainer = staged(model, adam(model.parameters()), loss, Ragged(), settings, batch=batch, loader=loader)
     if isinstance(loss, Sometimes):
         loss.armed = True
     reports = list(trainer.steps(STEPS))
-    whole = trainer._run.sharding.parameters()
+    found = whole(trainer)
     trainer.close()
-    return reports, {name: p.detach().clone() for name, p in whole.items()}
+    return reports, found
 
 
 @pytest.mark.parametrize(

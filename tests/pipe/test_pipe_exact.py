@@ -3,55 +3,37 @@
 import pytest
 import torch
 
-import ragtag
+from tests.pipe.staged import staged, whole
 from tests.ranks import run_ranks
 from tests.runtime.reference import plain_run
 from tests.zero.models import Tokens, sum_loss, tiny
+from tests.zero.test_zero_exact import adam, loss_fn
 
 STEPS, BATCH = 20, 12
 
 
-def adam(parameters):
-    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
-
-
-def loss_fn(model, batch):
-    total, count = sum_loss(model, batch)
-    return ragtag.Loss(total, count)
-
-
 def train(settings, model_settings, steps=STEPS, shares=None):
-    torch.set_num_threads(1)
     model = tiny(**model_settings)
-    trainer = ragtag.Trainer(
-        model,
-        adam(model.parameters()),
-        loss_fn,
-        Tokens(),
-        global_batch_size=BATCH,
-        shares=shares,
-        clip_norm=1.0,
-        config=ragtag.Config(layout="pipeline", **settings),
-    )
+    optimizer = adam(model.parameters())
+    trainer = staged(model, optimizer, loss_fn, Tokens(), settings, batch=BATCH, shares=shares, clip_norm=1.0)
     reports = list(trainer.steps(steps))
-    whole = trainer._run.sharding.parameters()
-    plan = trainer.plan
+    found, plan = whole(trainer), trainer.plan
     trainer.close()
-    return reports, {name: p.detach().clone() for name, p in whole.items()}, plan
+    return reports, found, plan
 
 
 def expected(model_settings, steps=STEPS):
     model = tiny(**model_settings)
-    losses = plain_run(model, adam(model.parameters()), sum_loss, Tokens(), steps=steps, batch=BATCH, clip_norm=1.0)
-    return dict(model.named_parameters()), losses
+    plain_run(model, adam(model.parameters()), sum_loss, Tokens(), steps=steps, batch=BATCH, clip_norm=1.0)
+    return dict(model.named_parameters())
 
 
 def assert_equal_to_one_process(results, model_settings, steps=STEPS):
-    reference, _ = expected(model_settings, steps)
-    whole = results[0][1]
-    assert set(whole) == set(reference)
+    reference = expected(model_settings, steps)
+    found = results[0][1]
+    assert set(found) == set(reference)
     for name, parameter in reference.items():
-        torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-10, atol=1e-10)
     assert len({tuple(report.loss for report in reports) for reports, *_ in results}) == 1, "all ranks tell the same"
 
 

@@ -23,7 +23,7 @@ speed = 3
 
 SCRIPT = """
 import torch, ragtag
-from tests.pipe.test_pipe_exact import adam, loss_fn
+from tests.zero.test_zero_exact import adam, loss_fn
 from tests.zero.models import Tokens, tiny
 
 torch.set_num_threads(1)

@@ -5,35 +5,19 @@ import signal
 import time
 
 import pytest
-import torch
 from torch import nn
 
 import ragtag
 from ragtag.core.errors import ModelError, PeerError, SettingError
+from tests.pipe.staged import staged
 from tests.ranks import RankDied, run_ranks
-from tests.zero.models import Tokens, sum_loss, tiny
-from tests.zero.test_zero_variety import adam, recomputing_reentrant
-
-BATCH = 12
-
-
-def loss_fn(model, batch):
-    total, count = sum_loss(model, batch)
-    return ragtag.Loss(total, count)
+from tests.zero.models import Tokens, tiny
+from tests.zero.test_zero_variety import adam, loss_fn, recomputing_reentrant
 
 
 def train(make, loss, settings, shares=None, steps=3):
-    torch.set_num_threads(1)
     model = make()
-    trainer = ragtag.Trainer(
-        model,
-        adam(model),
-        loss,
-        Tokens(),
-        global_batch_size=BATCH,
-        shares=shares,
-        config=ragtag.Config(layout="pipeline", patience_s=10, **settings),
-    )
+    trainer = staged(model, adam(model), loss, Tokens(), {"patience_s": 10, **settings}, shares=shares)
     if isinstance(loss, Failing):
         loss.armed = True
     list(trainer.steps(steps))

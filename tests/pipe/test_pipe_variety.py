@@ -7,10 +7,11 @@ from torch import nn
 import ragtag
 from ragtag.watch.events import Step
 from ragtag.watch.reader import read
+from tests.pipe.staged import staged, whole
 from tests.ranks import run_ranks
 from tests.runtime.reference import plain_run
 from tests.zero.models import Tokens, sum_loss, tiny
-from tests.zero.test_zero_variety import adam, frozen, groups, recomputing, sgd, tied
+from tests.zero.test_zero_variety import adam, decay, frozen, groups, recomputing, sgd, tied
 
 BATCH, STEPS = 12, 6
 
@@ -100,29 +101,24 @@ def loss_fn(model, batch):
     return ragtag.Loss(total, count, metrics={"count": float(count)})
 
 
-def decay(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
-
-
 def train(make, make_optimizer, settings, scheduled=False, precision="fp32"):
-    torch.set_num_threads(1)
     model = make()
-    trainer = ragtag.Trainer(
+    trainer = staged(
         model,
         make_optimizer(model),
         loss_fn,
         Tokens(),
-        global_batch_size=BATCH,
+        settings,
+        batch=BATCH,
         scheduler=decay if scheduled else None,
         precision=precision,
-        config=ragtag.Config(layout="pipeline", **settings),
     )
     losses = [report.loss for report in trainer.steps(STEPS)]
     score = trainer.evaluate(Tokens(count=31), loss_fn)
-    whole = trainer._run.sharding.parameters()
+    found = whole(trainer)
     held = sum(p.nbytes for p in model.parameters() if not p.isnan().any())
     trainer.close()
-    return {name: p.detach().clone() for name, p in whole.items()}, losses, (float(score), dict(score.metrics)), held
+    return found, losses, (float(score), dict(score.metrics)), held
 
 
 @pytest.mark.parametrize(
@@ -181,9 +177,9 @@ def test_a_run_with_listed_blocks_writes_its_log(tmp_path):
 
 def test_each_rank_holds_its_stage_only():
     results = run_ranks(3, train, tiny, adam, {"micro_batch": 4, "stages": "0:0-1, 1:1-2, 2:2-3"})
-    whole = sum(parameter.nbytes for parameter in tiny().parameters())
-    assert sum(held for *_, held in results) == whole
-    assert max(held for *_, held in results) < 0.5 * whole
+    all_bytes = sum(parameter.nbytes for parameter in tiny().parameters())
+    assert sum(held for *_, held in results) == all_bytes
+    assert max(held for *_, held in results) < 0.5 * all_bytes
 
 
 def tiny_32():
