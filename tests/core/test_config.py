@@ -48,6 +48,12 @@ def test_defaults():
         "checkpoint_every_s": 600.0,
         "checkpoint_every_steps": None,
         "checkpoint_keep": 3,
+        "mode": "auto",
+        "data": "global",
+        "fragments": 4,
+        "inner_steps": None,
+        "warm_up_steps": None,
+        "total_steps": None,
         "resume": True,
         "log": None,
     }
@@ -154,6 +160,12 @@ WRONG = [
     ("checkpoint_keep", 0),
     ("checkpoint_keep", None),
     ("resume", "no"),
+    ("mode", "sometimes"),
+    ("data", "mine"),
+    ("fragments", 0),
+    ("inner_steps", 0),
+    ("warm_up_steps", -1),
+    ("total_steps", 0),
 ]
 
 

@@ -29,6 +29,13 @@ class Elastic:
     directory: Path | None = None
     """Where a hub of this machine keeps its journal and the run's log; None: a new one under `runs`."""
     patience_s: float = 30.0
+    island: str | None = None
+    """What this site is called among others that train over slow links; None: it is not one of several."""
+    outer: str | None = None
+    """HOST:PORT of the hub that merges islands; None: this machine's does, where this is an island."""
+    certificate: Path | None = None
+    key: Path | None = None
+    """For TLS at the hub of this machine."""
 
 
 def is_elastic(wanted: bool | None, *, pinned: bool, joining: Sequence[str]) -> bool:
@@ -54,6 +61,9 @@ def elastic_request(
     address: str | None = None,
     port: int = 0,
     directory: Path | None = None,
+    island: str | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Elastic:
     """Return what the words of the command line ask for.
@@ -61,6 +71,8 @@ def elastic_request(
     Raises:
         SettingError: they contradict each other, or patience_s is no number; nothing was started.
     """
+    if hub is not None and island is not None:
+        return _island_request(hub, token, address, port, directory, island, environ)
     if hub is not None and (address is not None or port or directory is not None):
         raise SettingError("--hub joins the run of another machine; --address, --port and --run-dir are for the first.")
     if hub is not None:
@@ -80,4 +92,35 @@ def elastic_request(
         port=port,
         directory=directory,
         patience_s=Config.resolve({}, environ=environ, directory=Path.cwd()).patience_s,
+        island=island,
+        certificate=certificate,
+        key=key,
+    )
+
+
+def _island_request(
+    outer: str,
+    token: str | None,
+    address: str | None,
+    port: int,
+    directory: Path | None,
+    island: str,
+    environ: Mapping[str, str],
+) -> Elastic:
+    """An island of a run that another site has started: with a hub of its own for its own workers."""
+    hub_address(outer)
+    token = token or environ.get("RAGTAG_TOKEN", "")
+    if not token:
+        raise SettingError(
+            "--hub needs the run's token: copy the whole line that `ragtag launch` printed on the first site, or give "
+            "--token."
+        )
+    return Elastic(
+        token=token,
+        address=address or "127.0.0.1",
+        port=port,
+        directory=directory,
+        patience_s=Config.resolve({}, environ=environ, directory=Path.cwd()).patience_s,
+        island=island,
+        outer=outer,
     )

@@ -38,6 +38,9 @@ class HubProcess:
         address: of this machine, where workers come; port 0: any.
         directory: a new one, for the hub's journal.
         quiet: let it say only what goes wrong.
+        outer: Unix socket of the process that merges islands; None: there is none.
+        certificate, key: PEM files for TLS; None: connections are in the clear.
+        island: what this site is called; None: it is not one of several.
 
     Raises:
         LaunchError: the address is none of this machine's, or the port is taken.
@@ -55,6 +58,10 @@ class HubProcess:
         patience_s: float,
         environ: Mapping[str, str],
         quiet: bool = False,
+        outer: str | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        island: str | None = None,
     ) -> None:
         if (directory / FILE_NAME).exists():
             raise SettingError(
@@ -93,7 +100,13 @@ class HubProcess:
                 run,
             ),
             *("--run-dir", str(directory), "--patience", str(patience_s)),
+            *(("--outer", outer) if outer is not None else ()),
+            *(("--certificate", str(certificate)) if certificate is not None else ()),
+            *(("--key", str(key)) if key is not None else ()),
         ]
+        self._merges, self._island = outer is not None, island
+        self.trusted = "" if certificate is None else str(certificate.resolve())
+        """What workers of this machine trust; empty: connections are in the clear."""
         self._journal = directory / FILE_NAME
         self._had_journal = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -113,10 +126,17 @@ class HubProcess:
 
     def join_line(self, command: tuple[str, ...]) -> str:
         """What to type elsewhere."""
-        return f"RAGTAG_TOKEN={self._token} ragtag launch --hub {self.at} {shlex.join(command)}"
+        tls = "RAGTAG_TLS=hub.pem " if self.trusted else ""
+        return f"{tls}RAGTAG_TOKEN={self._token} ragtag launch --hub {self.at} {shlex.join(command)}"
+
+    def _island_line(self, command: tuple[str, ...]) -> str:
+        """What to type at another site."""
+        return self.join_line(command).replace(f"--hub {self.at} ", f"--hub {self.at} --island NAME ", 1)
 
     def say_how_to_join(self, command: tuple[str, ...]) -> None:
         """Print it."""
+        if self._merges:
+            say(f"this is the island {self._island}; other sites join with\n  {self._island_line(command)}")
         if self._private:
             say(
                 f"more workers join from another terminal with\n  {self.join_line(command)}\n  "
@@ -146,7 +166,7 @@ class HubProcess:
         while self.ended is None and not signals:
             self.look_after()
             try:
-                health = ask(self.reached_here_at, self._token, timeout_s=self._patience_s)
+                health = ask(self.reached_here_at, self._token, timeout_s=self._patience_s, trusted=self.trusted)
             except LaunchError:
                 return
             now_s = time.monotonic()

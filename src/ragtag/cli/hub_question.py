@@ -5,11 +5,13 @@ browser, and tells apart a wrong token, a machine that is away, and a run that i
 """
 
 import http.client
+import os
 
 import msgspec
 
 from ragtag.core.errors import LaunchError
 from ragtag.core.hub_address import hub_address
+from ragtag.hub.connection import client_tls
 
 
 class HubGone(LaunchError):
@@ -38,15 +40,21 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run is over; empty: it is not."""
 
 
-def ask(hub: str, token: str, *, timeout_s: float) -> Health:
+def ask(hub: str, token: str, *, timeout_s: float, trusted: str | None = None) -> Health:
     """Return what the hub at "host:port" says about its run.
+
+    `trusted` is what $RAGTAG_TLS may hold, where that is not to be looked at.
 
     Raises:
         HubGone, HubUnreachable: there is none, or it cannot be reached.
         LaunchError: it does not know the token, or is no hub.
     """
     host, port = hub_address(hub)
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    tls = client_tls(os.environ.get("RAGTAG_TLS", "") if trusted is None else trusted)
+    if tls is None:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    else:
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
     try:
         connection.request("GET", "/health", headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()

@@ -18,6 +18,7 @@ from ragtag.cli.folding import Folding
 from ragtag.cli.hub_process import HubProcess
 from ragtag.cli.hub_question import HubGone, HubUnreachable, ask
 from ragtag.cli.launch import Request, make_log_directory, worker_environ
+from ragtag.cli.outer_process import OuterProcess
 from ragtag.cli.output import Output, write
 from ragtag.cli.run_directory import make_run_directory
 from ragtag.cli.views import Shown, Views
@@ -105,6 +106,7 @@ class _Supervisor:
         self._stopped_elsewhere = False
         self._places: list[_Place] = []
         self._hub: HubProcess | None = None
+        self._outer: OuterProcess | None = None
         self._told = ToldPatience()
         self._said: set[bytes] = set()
         self._folding = Folding("worker", write)
@@ -117,7 +119,19 @@ class _Supervisor:
         """Start the hub, if it is ours; the workers follow."""
         elastic, request = self._elastic, self._request
         if elastic.hub is None:
+            if elastic.outer is not None:
+                ask(elastic.outer, elastic.token, timeout_s=_ASK_S)
             directory = make_run_directory(elastic.directory)
+            merges = elastic.island is not None and elastic.outer is None
+            if merges:
+                self._outer = OuterProcess(
+                    run=elastic.run,
+                    directory=directory,
+                    patience_s=elastic.patience_s,
+                    environ=self._environ,
+                    quiet=self._shown.quiet,
+                )
+                self._outer.start()
             self._hub = HubProcess(
                 address=elastic.address,
                 port=elastic.port,
@@ -127,6 +141,10 @@ class _Supervisor:
                 patience_s=elastic.patience_s,
                 environ=self._environ,
                 quiet=self._shown.quiet,
+                outer=None if self._outer is None else self._outer.path,
+                certificate=elastic.certificate,
+                key=elastic.key,
+                island=elastic.island,
             )
             self._hub.start()
             if not self._shown.quiet:
@@ -156,9 +174,20 @@ class _Supervisor:
             "RAGTAG_RUN": elastic.run,
             "RAGTAG_LAUNCHER_PIPE": self._told.variable,
         }
+        self._connect_islands(shared, hub)
         for number in range(request.num_workers):
             mine = {"RANK": str(number), "LOCAL_RANK": str(number), "RAGTAG_WORKER": f"{self._host}/{number}"}
             self._places.append(_Place(number=number, environ=shared | mine))
+
+    def _connect_islands(self, shared: dict[str, str], hub: str) -> None:
+        """Tell workers which TLS their hub has, and where islands are merged, if this is one."""
+        elastic, trusted = self._elastic, "" if self._hub is None else self._hub.trusted
+        if self._hub is not None:
+            elsewhere = shared.pop("RAGTAG_TLS", "")  # of the site that has started the run
+            shared |= {"RAGTAG_TLS": trusted} if trusted else {}
+            if elastic.island is not None:
+                shared |= {"RAGTAG_OUTER": elastic.outer or hub, "RAGTAG_ISLAND": elastic.island}
+                shared["RAGTAG_OUTER_TLS"] = trusted if elastic.outer is None else elsewhere
 
     def _check_reachable(self, hub: str, hosts: set[str]) -> None:
         """Workers listen where their connection to the hub begins, so through a tunnel others would not reach them."""
@@ -180,6 +209,8 @@ class _Supervisor:
             now_s = time.monotonic()
             if self._hub is not None:
                 self._hub.look_after()
+            if self._outer is not None:
+                self._outer.look_after()
             self._ask_for_hub(now_s)
             for place in self._places:
                 if place.status is None:
@@ -323,8 +354,9 @@ class _Supervisor:
         if self._hub is not None and self._hub.ended:
             self._give_up(waiting, f"the hub has ended with status {self._hub.ended} and cannot be started again")
             return
+        trusted = None if self._hub is None else self._hub.trusted
         try:
-            health = ask(hub, self._elastic.token, timeout_s=min(_ASK_S, self._elastic.patience_s / 2))
+            health = ask(hub, self._elastic.token, timeout_s=min(_ASK_S, self._elastic.patience_s / 2), trusted=trusted)
         except HubGone:
             self._give_up(waiting, f"nothing listens at {hub} any more: the run has ended")
             return
@@ -364,6 +396,8 @@ class _Supervisor:
         self._folding.show(everything=True)
         if self._hub is not None:
             self._hub.close()
+        if self._outer is not None:
+            self._outer.close()
         if self._views is not None:
             self._views.close()
         self._told.close()

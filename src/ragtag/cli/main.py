@@ -65,6 +65,8 @@ Examples:
   ragtag launch --fixed --local 3 train.py     ends when one of the three fails; without --fixed it is replaced
   ragtag launch --address 192.168.1.7 train.py     prints the line to type on other machines; all may come and go
   ragtag launch --hub 192.168.1.7:29400 train.py   joins that run; its token is in RAGTAG_TOKEN
+  ragtag launch --address 203.0.113.5 --island home train.py         a site of several that train over slow links
+  ragtag launch --hub 203.0.113.5:29400 --island cloud train.py      another site of them
 """,
 )
 def launch(
@@ -106,6 +108,22 @@ def launch(
     hub: Annotated[
         str | None,
         typer.Option("--hub", help="Join the run of another machine with this one's workers.", metavar="HOST:PORT"),
+    ] = None,
+    island: Annotated[
+        str | None,
+        typer.Option(
+            "--island",
+            help="What this site is called among others that train the same model over slow links; with --hub, the "
+            "site that has started the run.",
+            metavar="NAME",
+        ),
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option("--certificate", help="TLS for all who connect to this machine's hub (PEM).", metavar="FILE"),
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="Private key of --certificate, if not in that file.", metavar="FILE")
     ] = None,
     token: Annotated[
         str | None, typer.Option("--token", help="The run's token, with --hub; better in RAGTAG_TOKEN.")
@@ -166,7 +184,7 @@ def launch(
     shown = Shown(
         quiet=quiet, page=page, page_port=page_port, tensorboard=tensorboard, prometheus=prometheus, wandb=wandb
     )
-    joining = {"--hub": hub, "--address": address, "--port": port, "--token": token}
+    joining = {"--hub": hub, "--address": address, "--port": port, "--token": token, "--island": island}
     if not is_elastic(
         elastic,
         pinned=wanted.shares is not None or bool(wanted.stages),
@@ -177,7 +195,18 @@ def launch(
 
     raise typer.Exit(
         launch_elastic(
-            wanted, elastic_request(hub=hub, token=token, address=address, port=port, directory=run_directory), shown
+            wanted,
+            elastic_request(
+                hub=hub,
+                token=token,
+                address=address,
+                port=port,
+                directory=run_directory,
+                island=island,
+                certificate=certificate,
+                key=key,
+            ),
+            shown,
         )
     )
 

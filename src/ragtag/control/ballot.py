@@ -38,6 +38,8 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     fits: int | None = None
     """Its memory ran out in this step: most samples in one forward that it tries from now on, 0 if there is nothing
     smaller to try and others are to do its work. None: its memory held everything."""
+    outer: bool = False
+    """This rank asks that all stop for other islands after this step; rank 0's counts."""
     save: bool = False
     """This rank's clock says that a checkpoint is due after this step; rank 0's counts."""
     stop: int = 0
@@ -88,8 +90,8 @@ def pack(ballot: Ballot) -> bytes:
     b = ballot
     fixed = _FIXED.pack(
         b.step, b.plan_hash, b.attempt, int(b.launched_too_early),
-        int(b.absent) | 2 * int(b.regroup) | 4 * int(b.save) | 8 * int(b.spoilt) | b.stop << 8, b.contents_hash,
-        b.samples, _HELD_ALL if b.fits is None else b.fits,
+        int(b.absent) | 2 * int(b.regroup) | 4 * int(b.save) | 8 * int(b.spoilt) | 16 * int(b.outer) | b.stop << 8,
+        b.contents_hash, b.samples, _HELD_ALL if b.fits is None else b.fits,
         b.weight, b.loss_total, b.norm, b.compute_s, b.exposed_s, b.data_s, b.apply_s, b.add_s, b.send_s,
         b.redo_s, b.host_s, b.link_host_s, b.link_s, b.faults, b.sent_bytes, b.memory_bytes, b.peak_memory_bytes,
         b.temperature_c, b.clock_mhz, b.busy,
@@ -113,6 +115,7 @@ def unpack(data: bytes, *, num_metrics: int) -> Ballot:
         save=bool(absent & 4),
         stop=absent >> 8,
         spoilt=bool(absent & 8),
+        outer=bool(absent & 16),
         fits=None if fits == _HELD_ALL else fits,
         contents_hash=contents,
         samples=samples,
@@ -155,6 +158,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks whose memory does not hold even the smallest piece of work."""
     save: bool = False
     """A checkpoint is due after this step."""
+    outer: bool = False
+    """All stop for other islands after this step."""
     stop: int = 0
     """All end after this step, because of the signal of this number; 0: go on."""
     finite: bool = True
@@ -224,6 +229,7 @@ def tally(ballots: Sequence[Ballot], *, expected_hash: int, sliced: bool = False
         absent=absent,
         unable=unable,
         save=first.save,
+        outer=first.outer and not absent,
         stop=max(ballot.stop for ballot in ballots),
         finite=finite,
         weight=weight,

@@ -33,6 +33,8 @@ class Brought(msgspec.Struct, frozen=True, kw_only=True):
     """How many calls of the script that all ranks make together, steps aside, it has finished."""
     answer: str = ""
     """What the last of them gave."""
+    batch_size: int = 0
+    """Samples of a step, which islands change as they go; 0: this rank is new."""
 
 
 def memory_of(brought: Sequence[Brought]) -> Memory:

@@ -41,6 +41,7 @@ _OTHER_VARIABLES = frozenset(
         "TLS",
         "ISLAND",
         "OUTER",
+        "OUTER_TLS",
     }
 )
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
@@ -145,6 +146,29 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
     checkpoint_in_background: Annotated[bool, Meta(description="True or False")] = False
     """Go on training while a checkpoint of the run is written, from copies in host memory that take as much of it as
     the state; in runs whose ranks come and go, and for the last one, training waits all the same."""
+
+    mode: Annotated[
+        Literal["auto", "exact", "islands", "async"], Meta(description="'auto', 'exact', 'islands' or 'async'")
+    ] = "auto"
+    """How sites train together that `ragtag launch --island` has started: "exact" waits for all of them after every
+    step, "islands" merges what they have done every few steps while they go on, "async" merges what comes when it
+    comes; "auto": islands."""
+
+    data: Annotated[Literal["global", "local"], Meta(description="'global' or 'local'")] = "global"
+    """Whether every island has the whole dataset ("global"), or one of its own ("local"), whose samples then count
+    whatever number of steps the island takes."""
+
+    fragments: Annotated[int, Meta(ge=1, le=1024, description="a whole number of fragments, 1 to 1024")] = 4
+    """Into how many fragments the model is cut, which islands exchange one after the other."""
+
+    inner_steps: Annotated[int, Meta(ge=1, description="a whole number of steps, at least 1, or None")] | None = None
+    """Steps from one exchange of a fragment between islands to the next; None: as few as the links allow."""
+
+    warm_up_steps: Annotated[int, Meta(ge=0, description="a whole number of steps, or None")] | None = None
+    """Steps that the first island does alone before the others begin with what it has; None: 7 % of all."""
+
+    total_steps: Annotated[int, Meta(ge=1, description="a whole number of steps, at least 1, or None")] | None = None
+    """After how many steps islands merge for the last time; None: at the end of the first `Trainer.steps`."""
 
     resume: Annotated[bool, Meta(description="True or False")] = True
     """Go on from what is in `checkpoint`; False: start anew, beside what is there, of which nothing is removed."""

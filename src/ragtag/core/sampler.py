@@ -34,6 +34,8 @@ class Sampler:
                 raise SettingError(f"{name} = {value} is not valid. Expected a whole number of samples, at least 1.")
         self.dataset_size = dataset_size
         self.global_batch_size = global_batch_size
+        self.whole_batch_size = global_batch_size
+        """Of all islands together, where there are several."""
         self.seed = seed
         self.shuffle = shuffle
         self.steps_per_epoch = -(-dataset_size // global_batch_size)

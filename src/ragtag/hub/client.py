@@ -20,7 +20,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosedError, InvalidStatus, WebSocketException
 
 from ragtag.core.errors import LaunchError, RagtagError
-from ragtag.hub.connection import AwakeClock, check_token, drop_unacknowledged, silent_logger
+from ragtag.hub.connection import AwakeClock, check_token, client_tls, drop_unacknowledged, silent_logger
 from ragtag.hub.frames import (
     FRAME_LIMIT_BYTES,
     Beat,
@@ -87,6 +87,7 @@ class HubClient:
         self.address, self.port = address, port
         check_token(token)
         self._token, self._hello, self._beat = token, hello, beat
+        self._tls = client_tls(os.environ.get("RAGTAG_TLS", ""))
         self._beat_s = beat_s(patience_s)
         self._patience_s, self._clock, self._jitter = patience_s, clock, jitter
         self._mailbox = Mailbox(on_frame)
@@ -231,10 +232,11 @@ class HubClient:
         connection = None
         try:
             async with connect(
-                "ws://hub/",
+                "ws://hub/" if self._tls is None else "wss://hub/",
                 # Not in the address above, which would need IPv6 numbers in brackets.
                 host=self.address,
                 port=self.port,
+                **({} if self._tls is None else {"ssl": self._tls, "server_hostname": self.address}),
                 additional_headers={"Authorization": f"Bearer {self._token}"},
                 proxy=None,
                 compression=None,

@@ -6,11 +6,13 @@ only the silence that this process was there to hear counts.
 
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 from ragtag.core.errors import SettingError
 
@@ -42,6 +44,49 @@ def check_token(token: str) -> None:
         )
     if not token.isascii() or not token.isprintable() or " " in token:
         raise SettingError("RAGTAG_TOKEN holds a blank, or a character that is no ASCII letter, digit or sign.")
+
+
+def server_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """TLS with this certificate chain; None: there is none.
+
+    Raises:
+        SettingError: a file cannot be read, or they do not belong together.
+    """
+    if certificate is None:
+        if key is not None:
+            raise SettingError(f"--key {key} needs its certificate: --certificate FILE.")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingError(f"--certificate {certificate}: {error.strerror or error}.") from error
+    return context
+
+
+def client_tls(told: str) -> ssl.SSLContext | None:
+    """TLS towards a hub, as $RAGTAG_TLS or $RAGTAG_OUTER_TLS says; None where that is empty: in the clear.
+
+    "system" trusts who the system trusts, for the hub's name. A path names the certificate (or its authority's) that
+    alone is trusted; the name in it does not count then, since hubs are mostly reached by number.
+
+    Raises:
+        SettingError: the file cannot be read, or holds no certificate.
+    """
+    if not told:
+        return None
+    if told == "system":
+        return ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(told)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingError(f"RAGTAG_TLS = '{told}': {error.strerror or error}. Name a PEM file.") from error
+    return context
 
 
 class AwakeClock:

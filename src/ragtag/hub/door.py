@@ -10,7 +10,7 @@ import http
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection
@@ -34,6 +34,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queue_bytes: int = 16 << 20
     frames_per_s: float = 200.0
     """Frames that are taken from one worker, after a burst of five times as many; more of them wait."""
+    islands: int = 256
+    """Connections of islands."""
     log_every_s: float = 1.0
     """Seconds between two lines about strangers and other trouble from outside."""
 
@@ -69,6 +71,7 @@ class Door:
         token: what a request must carry as `Authorization: Bearer`.
         health: makes the answer to GET /health, as JSON.
         num_workers: how many connections have said Hello.
+        others: by path, whether one more connection is taken there.
         patience_s: for how long the kernel may leave bytes unacknowledged, in seconds.
     """
 
@@ -81,8 +84,10 @@ class Door:
         num_workers: Callable[[], int],
         trouble: SeldomLog,
         patience_s: float,
+        others: Mapping[str, Callable[[], bool]] | None = None,
     ) -> None:
         self._expected = f"Bearer {token}".encode()
+        self._others = others or {}
         self._limits, self._health, self._num_workers = limits, health, num_workers
         self._trouble, self._patience_s = trouble, patience_s
         # In order of arrival, which a dict keeps and a set does not.
@@ -145,6 +150,11 @@ class Door:
             for name, value in (("Content-Length", str(len(answer.body))), ("Content-Type", "application/json")):
                 del answer.headers[name]
                 answer.headers[name] = value
+        elif request.path in self._others:
+            if self._others[request.path]():
+                return None
+            self._trouble.warn(f"refused {caller(connection)}: too many connections for {request.path}")
+            answer = connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many of them\n")
         elif request.path != "/":
             answer = connection.respond(http.HTTPStatus.NOT_FOUND, "a ragtag hub has / and /health\n")
         elif self._num_workers() >= self._limits.workers:

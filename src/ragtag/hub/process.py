@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ragtag.core.errors import LaunchError, RagtagError, SettingError
-from ragtag.hub.connection import check_token
+from ragtag.hub.connection import check_token, server_tls
 from ragtag.hub.door import Limits
 from ragtag.hub.journal import FILE_NAME, Journal, JournalError
 from ragtag.hub.rules import restore
@@ -55,7 +55,15 @@ def main(arguments: Sequence[str], *, version: str, environ: Mapping[str, str] =
             state = restore(journal.records, settings)
             listener = _listener(options)
             with listener, LogFile(options.run_dir / "log.jsonl") as log_file:
-                server = HubServer(state=state, journal=journal, token=token, limits=_limits(), log_file=log_file)
+                server = HubServer(
+                    state=state,
+                    journal=journal,
+                    token=token,
+                    limits=_limits(),
+                    log_file=log_file,
+                    outer=options.outer,
+                    tls=server_tls(options.certificate, options.key),
+                )
                 asyncio.run(_serve(server, listener))
     except JournalError as error:
         print(f"ragtag hub: {error}", file=sys.stderr)
@@ -114,5 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--brief", action="store_true", help="print a line for each change of who trains, and no more")
     parser.add_argument("--quiet", action="store_true", help="print only what goes wrong")
+    parser.add_argument("--outer", help="Unix socket of the process that merges what islands send")
+    parser.add_argument("--certificate", type=Path, help="certificate chain (PEM), for TLS with all who connect")
+    parser.add_argument("--key", type=Path, help="its private key (PEM); default: in the same file")
     parser.add_argument("--patience", type=float, default=30.0, help="patience_s, in seconds")
     return parser

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from websockets.asyncio.server import ServerConnection, serve
@@ -21,6 +22,8 @@ from ragtag.hub.door import Door, GuardedConnection, Limits, SeldomLog, caller, 
 from ragtag.hub.frames import FRAME_LIMIT_BYTES, End, Frame, FromWorker, Hello, Logged, encode, from_worker
 from ragtag.hub.journal import Journal, JournalError
 from ragtag.hub.peer import Pace, Peer
+from ragtag.hub.relay import PATH as OUTER_PATH
+from ragtag.hub.relay import Relay, stopped
 from ragtag.hub.rules import advance
 from ragtag.hub.rules_state import (
     CloseConnection,
@@ -62,6 +65,8 @@ class HubServer:
         token: what every connection must carry.
         clock: seconds that only ever grow.
         log_file: the run's event log; None: it has none.
+        outer: Unix socket of the process that merges what islands send; None: there is none.
+        tls: certificate and key for all who connect; None: connections are in the clear.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class HubServer:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         log_file: LogFile | None = None,
+        outer: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._state, self._journal, self._log_file = state, journal, log_file
         self._patience_s = state.settings.patience_s
@@ -88,6 +95,9 @@ class HubServer:
         self._stopping = asyncio.Event()
         self._failed: JournalError | None = None
         self._encoded: tuple[Frame | None, bytes] = (None, b"")
+        self._tls = tls
+        most = self._limits.islands
+        self._relay = None if outer is None else Relay(outer, most=most, write_lines=self._write_lines)
         self._door = Door(
             token=token,
             limits=self._limits,
@@ -95,6 +105,7 @@ class HubServer:
             num_workers=lambda: len(self._peers),
             trouble=self._trouble,
             patience_s=self._patience_s,
+            others={} if self._relay is None else {OUTER_PATH: self._relay.has_room},
         )
 
     def stop(self) -> None:
@@ -123,12 +134,16 @@ class HubServer:
             ping_interval=None,
             max_size=FRAME_LIMIT_BYTES,
             logger=silent_logger(),
+            ssl=self._tls,
         )
         log.debug("listening on %s port %d", host, port)
         ticker = asyncio.ensure_future(self._tick())
+        keeping = None if self._relay is None else asyncio.ensure_future(self._relay.keep_log())
         try:
             await self._stopping.wait()
         finally:
+            if keeping is not None:
+                await stopped(keeping)
             ticker.cancel()
             await asyncio.wait({ticker})
             await self._part()
@@ -154,7 +169,7 @@ class HubServer:
                 self._drop_silent()
                 self._give_up_missing()
                 self._trouble.flush()
-                if self._state.end is None or self._peers:
+                if self._state.end is None or self._peers or self._callers:
                     nobody_since_s = None
                     continue
                 nobody_since_s = nobody_since_s or self._now()
@@ -210,10 +225,19 @@ class HubServer:
         for peer in peers:
             peer.abort("the hub ends")
 
+    @property
+    def _callers(self) -> Sequence[str]:
+        """Islands that are connected."""
+        return () if self._relay is None else self._relay.callers
+
     # One connection
 
     async def _talk(self, connection: ServerConnection) -> None:
         assert isinstance(connection, GuardedConnection)
+        if self._relay is not None and connection.request is not None and connection.request.path == OUTER_PATH:
+            self._door.welcome(connection)
+            await self._relay.pass_on(connection, caller(connection))
+            return
         hello = await self._opening(connection)
         if hello is None:
             return
@@ -359,7 +383,7 @@ class HubServer:
                     {"inc": each.inc, "name": each.name, "host": each.host, "rank": rank}
                     for rank, each in enumerate(state.go.members if state.go is not None else ())
                 ],
-                "connected": sorted(self._peers),
+                "connected": sorted([*self._peers, *self._callers]),
                 "preparing": state.preparing.generation if state.preparing is not None else 0,
                 "checkpoint": state.checkpoint,
                 "end": state.end.reason if state.end is not None else "",

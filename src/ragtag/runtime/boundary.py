@@ -44,6 +44,8 @@ class Boundary:
         """Number of the signal that asks this process to end; 0: none has come. Set from any thread."""
         self.save_agreed = False
         """A checkpoint is to be written before the next step."""
+        self.outer_agreed = False
+        """What has come from other islands is to be taken in before the next step."""
         self.stop_agreed = 0
         """Number of the signal because of which all ranks end before the next step; 0: they go on."""
         self.leavers: tuple[int, ...] = ()
@@ -57,10 +59,11 @@ class Boundary:
             return True
         return self._every_s is not None and self._clock() - self._saved_s >= self._every_s
 
-    def agree(self, *, save: bool, stop: int, leavers: Sequence[int] = ()) -> None:
+    def agree(self, *, save: bool, stop: int, leavers: Sequence[int] = (), outer: bool = False) -> None:
         """What the votes on a step that was applied have decided; `leavers`: these ranks leave, and before they do,
         what all hold is saved."""
         self.save_agreed = self.save_agreed or save or bool(leavers)
+        self.outer_agreed = self.outer_agreed or outer
         self.stop_agreed = self.stop_agreed or stop
         self.leavers = tuple(leavers)
         self.leave_agreed = self.leave_agreed or (bool(leavers) and self.stop == signal.SIGTERM)

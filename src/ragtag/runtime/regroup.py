@@ -24,6 +24,7 @@ from ragtag.core.values import Plan
 from ragtag.hub.frames import Go
 from ragtag.runtime import state
 from ragtag.runtime.device import device_kind
+from ragtag.runtime.islands.taking_part import join_island
 from ragtag.runtime.names import named_parameters
 from ragtag.runtime.run import Run
 from ragtag.runtime.settling import Settling
@@ -151,6 +152,7 @@ def own(run: Run, rank: int) -> Brought:
         pinned=None if run.follows else units_per_rank(plan, sum(plan.shares))[rank],
         calls=run.calls,
         answer=run.answer,
+        batch_size=run.sampler.global_batch_size,
     )
 
 
@@ -163,7 +165,7 @@ def plan_of(run: Run, brought: Sequence[Brought], reason: str) -> Plan:
     """The plan for these ranks."""
     return plan_for(
         brought,
-        global_batch_size=run.sampler.global_batch_size,
+        global_batch_size=max(each.batch_size for each in brought) or run.sampler.global_batch_size,
         unit=run.plan.unit,
         micro_batch=run.config.micro_batch,
         reason=reason,
@@ -195,6 +197,7 @@ def receive_state(run: Run, group: ElasticGroup) -> Mapping[str, Any]:
     """A newcomer's part: take rank 0's state; return where the script is."""
     tree = state.broadcast_tree(None, group, "state for newcomers")
     source = f"rank 0 ({group.hosts[0]})"
+    join_island(run, tree.get("islands"))
     if run.sharding is None:
         state.check(run, tree, source)
         state.restore(run, tree, source)

@@ -35,6 +35,7 @@ from ragtag.runtime.buffers import UnitBuffers
 from ragtag.runtime.contention import Contention
 from ragtag.runtime.device import Stopwatch
 from ragtag.runtime.gradients import GradientSums
+from ragtag.runtime.islands.membership import Islands, NoIslands
 from ragtag.runtime.loader import UnitLoader
 from ragtag.runtime.names import named_buffers, named_parameters
 from ragtag.runtime.pipe.pipe import Pipe
@@ -95,6 +96,8 @@ class Run:
     vitals: VitalsThread = field(init=False)
     boundary: Boundary = field(default_factory=Boundary)
     """What is done between two steps."""
+    islands: Islands = field(default_factory=NoIslands)
+    """Other sites that train the same model over slow links."""
     sharding: Sharding | None = None
     """What is cut into slices; None: every rank holds all of the model's state."""
     pipe: Pipe | None = None
@@ -376,11 +379,12 @@ class Run:
         self.jump_to(self.committed)
 
     def step_scheduler(self, loss: float) -> None:
-        """One scheduler step for one committed step."""
+        """One scheduler step for one committed step, or as many as the samples of other islands make it."""
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(loss)
         elif self.scheduler is not None:
-            self.scheduler.step()
+            for _ in range(self.islands.scheduler_steps()):
+                self.scheduler.step()
 
     def check_replicas(self, number: int) -> None:
         """Compare replicas by hash where the configuration says so."""

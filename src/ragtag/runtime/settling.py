@@ -374,6 +374,7 @@ class Settling:
             fits=self.fits,
             regroup=run.wants_regroup,
             save=run.boundary.is_due(self.number),
+            outer=run.islands.asks(self.number),
             stop=run.boundary.stop,
             contents_hash=ledger.contents_hash(rank),
             samples=ledger.summed_samples(rank),

@@ -32,7 +32,7 @@ T = TypeVar("T")
 def identity(run: Run) -> dict[str, Any]:
     """What must be equal for a checkpoint to be continued exactly."""
     return {
-        "global_batch_size": run.sampler.global_batch_size,
+        "global_batch_size": run.sampler.whole_batch_size,
         "seed": run.seed,
         "shuffle": run.sampler.shuffle,
         "dataset_size": run.sampler.dataset_size,
@@ -68,6 +68,7 @@ def collect(run: Run, script: Mapping[str, Any], whole: Whole | None = None) -> 
         "loss_scale": run.loss_scale.state_dict(),
         "state": {name: _module_state(item, run.sharding, parameters) for name, item in run.state.items()},
         "history": None if run.history is None else msgspec.to_builtins(run.history),
+        "islands": run.islands.state_dict(run),
     }
 
 
@@ -140,6 +141,7 @@ def restore(run: Run, tree: Any, source: str, parts: Iterable[Part] = ()) -> Non
             f"{part} did not take its state from {source}: {type(error).__name__}: {error}. What came before it is "
             f"already loaded, so training cannot go on: start the script again."
         ) from error
+    run.islands.load_state_dict(run, tree.get("islands"))
     run.jump_to(tree["committed"])
     run.non_finite_steps = 0
 

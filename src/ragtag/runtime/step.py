@@ -179,7 +179,7 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
         run.in_hand = None
     stop, leave = what_signals_ask([ballot.stop for ballot in ballots], elastic=run.group.elastic)
     leavers = [rank for rank, ballot in enumerate(ballots) if ballot.stop == signal.SIGTERM] if leave else []
-    run.boundary.agree(save=outcome.save, stop=stop, leavers=leavers)
+    run.boundary.agree(save=outcome.save, stop=stop, leavers=leavers, outer=outcome.outer)
     if isinstance(run.group, ElasticGroup):
         run.applied_digest = settling.held_digest
         run.group.applied(run.num_applied, run.applied_digest)
@@ -211,6 +211,7 @@ def apply(settling: Settling, started_s: float, *, late: bool = False) -> StepRe
         plan_id=settling.plan_id,
         generation=run.generation,
     )
+    run.islands.stepped(report)
     run.recorder.step(run, settling, report)
     return report
 

@@ -43,6 +43,8 @@ from ragtag.runtime import checks, keeping, state
 from ragtag.runtime import regroup as regrouping
 from ragtag.runtime.evaluation import Evaluation, evaluate
 from ragtag.runtime.evaluation_pieces import EvaluationPieces
+from ragtag.runtime.islands import boundary as island_boundary
+from ragtag.runtime.islands.taking_part import with_islands
 from ragtag.runtime.loader import UnitLoader, check_dataset
 from ragtag.runtime.measure import measure, wanted_profile
 from ragtag.runtime.out_of_memory import memory_explained
@@ -124,6 +126,7 @@ class Trainer:
             if not isinstance(config, Config):
                 raise SettingError(f"config is a {type(config).__name__}; expected ragtag.Config(...).")
             prepared = partial(
+                with_islands,
                 prepare,
                 self._group,
                 model=model,
@@ -271,6 +274,8 @@ class Trainer:
         run, complete = self._run, False
         call, last = self._script.claim(n, committed=run.committed)
         try:
+            with self._failure_reaches_all("joining the other islands"):
+                island_boundary.begin(run, self._script, self._with_all, last)
             if run.committed < last:
                 run.recorder.looped(run, last)
             # Asked anew each time: the loop's body may have loaded an older or a newer state.
@@ -291,12 +296,16 @@ class Trainer:
                 yield report
             if self._script.is_open(call):
                 self._between_steps()
+                with self._failure_reaches_all("the last round of all islands"):
+                    island_boundary.end(run, self._script, self._with_all)
             complete = True
         finally:
             self._script.finish(call, committed=run.committed, complete=complete)
 
     def _between_steps(self) -> None:
         run = self._run
+        with self._failure_reaches_all("exchanging with other islands"):
+            island_boundary.between_steps(run, self._script, self._with_all)
         with self._failure_reaches_all("keeping a checkpoint"):
             if run.boundary.leavers:
                 self._across_generations(self._hand_over, in_call="handing over")
@@ -465,6 +474,7 @@ class Trainer:
         self._cover.close()
         self._run.recorder.ended(self._run.committed, "")
         self._run.recorder.close()
+        self._run.islands.close()
         self._run.close()
         for _, loader in self._eval_loaders.values():
             loader.close()

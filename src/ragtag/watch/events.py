@@ -228,6 +228,69 @@ class Said(Event, tag="message", frozen=True, kw_only=True):
     """"hub", or a rank's name."""
 
 
+class Contributed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One island's part of a merge."""
+
+    island: str
+    weight: float
+    """Its part of the merge; all of them add up to 1."""
+    tokens: float = 0.0
+    """Total weight of the samples behind it."""
+    age: int = 0
+    """For how many rounds it is late."""
+    sent_bytes: int = 0
+    """As it travelled."""
+    plain_bytes: int = 0
+    """In fp32."""
+
+
+class Exchanged(Event, tag="exchange", frozen=True, kw_only=True):
+    """Islands have merged a fragment of the model: an outer step of it."""
+
+    fragment: int
+    version: int
+    islands: tuple[Contributed, ...]
+    inner_steps: int = 0
+    """H: steps from one exchange of a fragment to the next."""
+    took_s: float = 0.0
+    """From the first contribution to the merge."""
+    reason: str = ""
+    """Why then."""
+    norm: float | None = 0.0
+    """Of what the merge has changed."""
+
+
+class IslandChanged(Event, tag="island", frozen=True, kw_only=True):
+    """An island has come, gone, or sent what was not taken."""
+
+    island: str
+    change: Literal["attached", "lost", "left", "refused", "denied"]
+    text: str = ""
+
+
+class Retuned(Event, tag="tempo", frozen=True, kw_only=True):
+    """How islands exchange from now on, and why."""
+
+    inner_steps: int
+    codec: str = ""
+    blocking: bool = False
+    shares: Mapping[str, float] = {}
+    """By island, its part of the global batch."""
+    reason: str = ""
+
+
+class Guarded(Event, tag="guard", frozen=True, kw_only=True):
+    """What merging does to the loss of fresh batches, as an island has seen it."""
+
+    island: str
+    before: float | None
+    after: float | None
+    noise: float | None = 0.0
+    """Standard error of the difference."""
+    action: str = ""
+    """What follows; empty: nothing does."""
+
+
 class Ended(Event, tag="ended", frozen=True, kw_only=True):
     """The run is over, or stops here until it is resumed."""
 
@@ -237,5 +300,21 @@ class Ended(Event, tag="ended", frozen=True, kw_only=True):
 
 
 AnyEvent: TypeAlias = (
-    Began | Members | Planned | Looped | Step | Vitals | Decided | Finding | Verdict | Evaluated | Saved | Said | Ended
+    Began
+    | Members
+    | Planned
+    | Looped
+    | Step
+    | Vitals
+    | Decided
+    | Finding
+    | Verdict
+    | Evaluated
+    | Saved
+    | Said
+    | Exchanged
+    | IslandChanged
+    | Retuned
+    | Guarded
+    | Ended
 )

@@ -20,11 +20,15 @@ from ragtag.watch.events import (
     Decided,
     Ended,
     Evaluated,
+    Exchanged,
     Finding,
+    Guarded,
+    IslandChanged,
     Looped,
     Member,
     Members,
     Planned,
+    Retuned,
     Said,
     Saved,
     Step,
@@ -32,6 +36,7 @@ from ragtag.watch.events import (
     Vitals,
     Worth,
 )
+from ragtag.watch.islands import IslandsState
 from ragtag.watch.totals import Totals, sums
 
 KEPT_STEPS = 64
@@ -109,6 +114,8 @@ class RunState:
         self.messages: deque[Said] = deque(maxlen=_KEPT)
         self.loss, self.eta, self.evaluations = Curve(), Curve(), Curve()
         """Without the steps that are kept whole; see `curve`."""
+        self.islands = IslandsState()
+        """Sites that train side by side, as the hub that merges them has told."""
         self.roster: Roster = ()
         self._kept: dict[int, tuple[Step, Roster]] = {}
         self._newest = 0
@@ -127,6 +134,7 @@ class RunState:
             Evaluated: self._apply_evaluation,
             Saved: self._apply_checkpoint,
             Said: self.messages.append,
+            **dict.fromkeys((Exchanged, IslandChanged, Retuned, Guarded), self.islands.apply),
             Ended: self._apply_end,
         }
 

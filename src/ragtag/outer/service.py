@@ -1,0 +1,557 @@
+"""The outer loop's one place: who is there, what has come, when it is merged, and who is told.
+
+The one idea: islands are never waited for by name. What has come is counted, what is worthless is refused and named,
+and a version exists for islands only once it is on disk. No sockets here: messages in, messages out, a clock given.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import torch
+
+from ragtag.outer import rounds
+from ragtag.outer.protocol import (
+    Attach,
+    Attached,
+    Beat,
+    Codec,
+    Content,
+    Denied,
+    Detach,
+    Fetch,
+    Gone,
+    Merged,
+    Offer,
+    Opened,
+    Piece,
+    Reading,
+    Ready,
+    Refused,
+    Retuned,
+    Stage,
+    Taken,
+    Tempo,
+    Wanted,
+    from_island,
+    pack,
+)
+from ragtag.outer.session import Arriving, Session
+from ragtag.outer.store import Model, Store, Tuned
+from ragtag.outer.store import Opened as OpenedRecord
+from ragtag.outer.tempo import Tuner
+from ragtag.outer.transfer import TransferError, digest, pieces
+from ragtag.outer.values import FragmentValues, WorthlessDelta, decode, encoded_bytes
+from ragtag.watch.events import Contributed, Event, Exchanged, IslandChanged
+
+log = logging.getLogger("ragtag.outer")
+
+_KEPT_UPDATES = 4
+"""Merges back that an island may be and still need only what they changed."""
+_STATE_LIMIT_BYTES = 1 << 36
+_MOST_FRAGMENTS = 1024
+_NAME_LIMIT = 64
+
+
+class _Fragment:
+    """One fragment, and the merge of it that is under way."""
+
+    def __init__(self, values: FragmentValues, merged: Mapping[str, int]) -> None:
+        self.values = values
+        self.merged = dict(merged)
+        """By island, the newest of its deltas in the values."""
+        self.whole: dict[str, int] = dict(merged)
+        """By island, the newest of its deltas that has come whole."""
+        self.round: rounds.Round | None = None
+        self.parts: list[Contributed] = []
+        self.sequences: dict[str, int] = {}
+        self.samples = 0
+        self.updates: dict[int, tuple[Codec, bytes]] = {}
+        """By version, what it has changed."""
+
+
+class Service:
+    """The outer loop of one run.
+
+    Args:
+        store: what was there before.
+        run: its name; islands of other runs are denied.
+        version: ragtag's; islands of others are denied.
+        patience_s: bounds every wait, in seconds.
+        tell: told events for the log.
+        clock: seconds that only ever grow.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run: str,
+        version: str,
+        patience_s: float,
+        tell: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._run, self._version = store, run, version
+        self._patience_s, self._tell, self._clock = patience_s, tell, clock
+        self._model = store.model
+        self._fragments: dict[int, _Fragment] = {}
+        for number, record in store.versions.items():
+            values, momentum = store.load(number)
+            self._fragments[number] = _Fragment(FragmentValues(values, momentum, record.version), record.merged)
+        self._step = max((each.step for each in store.versions.values()), default=0.0)
+        self._sessions: dict[str, Session] = {}
+        """By island, those that are attached."""
+        self._arriving = Arriving()
+        self._alone: str | None = None
+        """The island that warms up."""
+        self._alone_lost_s: float | None = None
+        self._state_digest = "" if store.opened is None else store.opened.digest
+        self._tuner = Tuner(self._wanted, store.tempo)
+        self._awaited = {name for record in store.versions.values() for name in record.merged}
+        """Islands that were there before this process was started again, and may just be coming back."""
+        self._began_s = clock()
+        self._over = False
+        """All islands have done their last step; until another one comes."""
+
+    # Connections
+
+    def receive(self, session: Session, message: bytes | memoryview) -> None:
+        """Take in what came on a connection; where that is garbage, the connection is to be closed."""
+        session.heard_s = self._clock()
+        try:
+            frame, payload = from_island(message)
+        except msgspec.DecodeError as error:
+            self._drop(session, f"it sent what is no message of ragtag's ({error})")
+            return
+        if session.attach is None:
+            if isinstance(frame, Attach):
+                self._attach(session, frame)
+            else:
+                self._drop(session, "its first message is no Attach")
+        elif isinstance(frame, Attach):
+            self._drop(session, "it attached twice on one connection")
+        elif self._sessions.get(session.island) is not session:
+            session.close("a newer connection has replaced it")
+        else:
+            self._take(session, frame, payload)
+
+    def lost(self, session: Session, reason: str) -> None:
+        """A connection has ended; the others do not wait for that island any more."""
+        if self._sessions.get(session.island) is not session or not session.island:
+            return
+        del self._sessions[session.island]
+        offer = session.offer
+        incoming = None if offer is None else self._arriving.under_way(session.island, offer.key)
+        if offer is not None and incoming is not None and not incoming.complete:
+            part = incoming.received / incoming.num_bytes if incoming.num_bytes else 1.0
+            reason = f"{reason}, in the middle of a transfer ({offer.kind} of fragment {offer.fragment}, {part:.0%})"
+        self._changed(session.island, "lost", reason)
+        if session.island == self._alone:
+            self._alone_lost_s = self._clock()
+        self.tick()
+
+    def tick(self) -> None:
+        """Time has passed."""
+        now_s = self._clock()
+        for session in list(self._sessions.values()):
+            if now_s - session.heard_s > 2 * self._patience_s:
+                session.close(f"nothing came for {now_s - session.heard_s:.3g} s")
+                self.lost(session, f"nothing came for {now_s - session.heard_s:.3g} s")
+        if self._alone_lost_s is not None and now_s - self._alone_lost_s > self._patience_s:
+            self._pass_on_warm_up()
+        for number in list(self._fragments):
+            self._close_if_due(number)
+        self._end_if_all_have()
+
+    def _end_if_all_have(self) -> None:
+        """Once all islands have done their last step, and everything is merged, say so."""
+        if self._over or self._store.opened is None or not self._sessions or self._training():
+            return
+        if any(fragment.round is not None for fragment in self._fragments.values()):
+            return
+        self._over = True
+        log.info("all islands have done their last step")
+        for session in self._sessions.values():
+            session.say(Stage(stage="over"))
+
+    @property
+    def islands(self) -> tuple[str, ...]:
+        """Those that are attached."""
+        return tuple(self._sessions)
+
+    def _drop(self, session: Session, reason: str) -> None:
+        self._changed(session.island or session.caller, "refused", reason)
+        session.close(reason)
+
+    def _changed(self, island: str, change: str, text: str) -> None:
+        log.log(logging.INFO if change in ("attached", "left") else logging.WARNING, "island %s: %s", island, text)
+        self._tell(IslandChanged(island=island, change=change, text=text))  # pyright: ignore[reportArgumentType]
+
+    # Coming and going
+
+    def _attach(self, session: Session, frame: Attach) -> None:
+        reason = self._why_not(frame)
+        if reason:
+            self._changed(frame.island[:_NAME_LIMIT] or session.caller, "denied", reason)
+            session.say(Denied(reason=reason))
+            session.close(reason)
+            return
+        older = self._sessions.get(frame.island)
+        if older is not None:
+            older.close("a newer connection has replaced it")
+            del self._sessions[frame.island]
+        session.attach = frame
+        session.beat = Beat(step=frame.step, samples_per_s=frame.samples_per_s)
+        if self._model is None:
+            self._model = Model(
+                model=frame.model, numel=frame.numel, data=frame.data, batch=frame.batch, wanted=frame.wanted
+            )
+            self._store.note(self._model)
+            self._tuner = Tuner(frame.wanted, None)
+        self._sessions[frame.island] = session
+        if self._store.opened is None and self._alone in (None, frame.island):
+            self._alone, self._alone_lost_s = frame.island, None
+        self._over = False
+        self._awaited.discard(frame.island)
+        stage = "open" if self._store.opened is not None else "alone" if self._alone == frame.island else "wait"
+        numbers = range(len(self._model.numel))
+        known = self._fragments
+        session.say(
+            Attached(
+                epoch=self._store.epoch,
+                stage=stage,
+                versions=tuple(known[p].values.version if p in known else 0 for p in numbers),
+                sequences=tuple(known[p].whole.get(frame.island, 0) if p in known else 0 for p in numbers),
+                step=int(self._step),
+                islands=len(self._sessions),
+                tempo=self._tuner.tempo,
+            )
+        )
+        words = {"open": "trains with the others", "alone": "warms up alone", "wait": "waits for the warm-up"}
+        self._changed(frame.island, "attached", f"from {session.caller}, at step {frame.step}: {words[stage]}")
+
+    def _why_not(self, frame: Attach) -> str:
+        model = self._model
+        if frame.run != self._run:
+            return f"it is of the run '{frame.run[:_NAME_LIMIT]}', and this is '{self._run}'"
+        if frame.version != self._version:
+            return f"it has ragtag {frame.version[:_NAME_LIMIT]}, and the hub has {self._version}"
+        if not 0 < len(frame.island) <= _NAME_LIMIT or not frame.island.isprintable():
+            return f"an island's name has 1 to {_NAME_LIMIT} printable characters"
+        if not 0 < len(frame.numel) <= _MOST_FRAGMENTS or min(frame.numel) < 0:
+            return f"it cuts its model into {len(frame.numel)} fragments"
+        if model is None:
+            return ""
+        if (frame.model, frame.numel) != (model.model, model.numel):
+            return f"its model has other parameters ({sum(frame.numel)} numbers, and here are {sum(model.numel)})"
+        if frame.data != model.data:
+            return f'its data is "{frame.data}", and the first island\'s is "{model.data}"'
+        if frame.batch != model.batch:
+            return f"its global batch is {frame.batch}, and the first island's is {model.batch}"
+        return ""
+
+    def _pass_on_warm_up(self) -> None:
+        waiting = next(iter(self._sessions), None)
+        lost, self._alone, self._alone_lost_s = self._alone, waiting, None
+        if waiting is not None:
+            self._changed(waiting, "attached", f"warms up in place of {lost}, which has not come back")
+            self._sessions[waiting].say(Stage(stage="alone"))
+
+    # What comes from an island
+
+    def _take(self, session: Session, frame: object, payload: memoryview) -> None:
+        if isinstance(frame, Offer):
+            self._offered(session, frame)
+        elif isinstance(frame, Piece):
+            self._piece(session, frame, payload)
+        elif isinstance(frame, Fetch):
+            self._fetch(session, frame)
+        elif isinstance(frame, Beat):
+            session.beat = frame
+            self._tune()
+            self.tick()
+        elif isinstance(frame, Reading):
+            self._tuner.read(session.island, frame, self._tell)
+            self._announce_tempo()
+        elif isinstance(frame, Detach):
+            del self._sessions[session.island]
+            self._arriving.left(session.island)
+            self._changed(session.island, "left", frame.reason or "its script has ended")
+            session.close("you left")
+            if session.island == self._alone:
+                self._pass_on_warm_up()
+            self.tick()
+
+    def _offered(self, session: Session, offer: Offer) -> None:
+        reason = self._worthless(session.island, offer)
+        if reason:
+            self._refuse(session, offer, reason)
+            return
+        incoming = self._arriving.offered(session.island, offer)
+        session.offer = offer
+        session.say(Ready(key=offer.key, offset=incoming.received))
+        if incoming.complete:
+            self._complete(session, offer)
+
+    def _worthless(self, island: str, offer: Offer) -> str:
+        """Why what is offered is not even looked at; empty: it may come."""
+        assert self._model is not None
+        opened = self._store.opened is not None
+        if offer.kind in ("state", "theta"):
+            if opened or island != self._alone:
+                return "the values that all begin with are here already" if opened else "another island warms up"
+            if offer.kind == "state":
+                return "" if 0 <= offer.num_bytes <= _STATE_LIMIT_BYTES else f"{offer.num_bytes} bytes are too many"
+        elif offer.kind != "delta":
+            return f"nobody is waiting for '{offer.kind}'"
+        if not 0 <= offer.fragment < len(self._model.numel):
+            return f"there is no fragment {offer.fragment}"
+        numel = self._model.numel[offer.fragment]
+        codec: Codec = offer.codec if offer.kind == "delta" else "fp32"
+        if offer.num_bytes != encoded_bytes(codec, numel):
+            return (
+                f"{offer.num_bytes} bytes of {codec} where fragment {offer.fragment} of {numel} numbers takes "
+                f"{encoded_bytes(codec, numel)}: a wrong shape"
+            )
+        if offer.kind == "theta":
+            return ""
+        if not opened:
+            return "there is nothing yet to take a difference from"
+        fragment = self._fragments[offer.fragment]
+        if offer.sequence <= fragment.whole.get(island, 0):
+            return f"its delta {offer.sequence} of fragment {offer.fragment} has come before: a replayed message"
+        if fragment.round is not None and island in fragment.round.weights:
+            return f"it has contributed to version {fragment.values.version + 1} of fragment {offer.fragment} already"
+        return ""
+
+    def _refuse(self, session: Session, offer: Offer, reason: str) -> None:
+        self._arriving.done(session.island, offer.key)
+        self._changed(session.island, "refused", f"{offer.kind} of fragment {offer.fragment} was not taken: {reason}")
+        session.say(Refused(key=offer.key, reason=reason))
+
+    def _piece(self, session: Session, piece: Piece, payload: memoryview) -> None:
+        offer, incoming = session.offer, self._arriving.under_way(session.island, piece.key)
+        if offer is None or offer.key != piece.key or incoming is None:
+            return  # of a transfer that was refused meanwhile
+        try:
+            incoming.take(piece, payload)
+        except TransferError as error:
+            self._drop(session, str(error))
+            self.lost(session, str(error))
+            return
+        if incoming.complete:
+            self._complete(session, offer)
+
+    def _complete(self, session: Session, offer: Offer) -> None:
+        incoming = self._arriving.under_way(session.island, offer.key)
+        assert incoming is not None
+        session.offer = None
+        try:
+            data = incoming.whole()
+        except TransferError as error:
+            self._refuse(session, offer, str(error))
+            return
+        self._arriving.done(session.island, offer.key)
+        if offer.kind == "delta":
+            self._contribute(session, offer, data)
+        else:
+            self._begin_with(session, offer, data)
+
+    # The values that all begin with
+
+    def _begin_with(self, session: Session, offer: Offer, data: memoryview) -> None:
+        assert self._model is not None
+        if offer.kind == "theta":
+            values = decode("fp32", data, self._model.numel[offer.fragment])
+            if not bool(torch.isfinite(values).all()):
+                self._refuse(session, offer, "it holds numbers that are not finite")
+                return
+            self._store.keep(offer.fragment, 1, values, torch.zeros_like(values), merged={}, step=offer.step)
+            self._fragments[offer.fragment] = _Fragment(FragmentValues(values), {})
+        else:
+            self._store.keep_state(data)
+            self._state_digest = offer.digest
+        session.say(Taken(key=offer.key))
+        if offer.kind != "state":
+            return
+        if len(self._fragments) < len(self._model.numel):
+            self._drop(session, "it gave its state before its values")
+            return
+        # The state comes last: with it, everything is there.
+        opened = OpenedRecord(step=offer.step, num_bytes=len(data), digest=offer.digest)
+        self._store.note(opened)
+        self._store.opened = opened
+        self._step, self._alone = float(offer.step), None
+        for each in self._sessions.values():
+            each.say(Stage(stage="open", step=offer.step))
+        log.info("all islands train from step %d on", offer.step + 1)
+
+    # Merging
+
+    def _contribute(self, session: Session, offer: Offer, data: memoryview) -> None:
+        assert self._model is not None
+        fragment = self._fragments[offer.fragment]
+        fragment.whole[session.island] = offer.sequence
+        age = fragment.values.version - offer.base
+        try:
+            delta = decode(offer.codec, data, self._model.numel[offer.fragment])
+            weight = fragment.values.add(
+                delta, tokens=offer.tokens, steps=offer.steps, base=offer.base, local_data=self._model.data == "local"
+            )
+        except WorthlessDelta as error:
+            self._refuse(session, offer, str(error))
+            return
+        session.say(Taken(key=offer.key))
+        is_first = fragment.round is None
+        fragment.round = rounds.contributed(
+            fragment.round,
+            session.island,
+            weight,
+            present=len(self._training()),
+            now_s=self._clock(),
+            final=offer.final,
+        )
+        fragment.sequences[session.island] = offer.sequence
+        fragment.samples += offer.samples
+        fragment.parts.append(
+            Contributed(
+                island=session.island,
+                weight=weight,
+                tokens=offer.tokens,
+                age=age,
+                sent_bytes=len(data),
+                plain_bytes=4 * delta.numel(),
+            )
+        )
+        if is_first:
+            for each in self._sessions.values():
+                if each is not session:
+                    each.say(Opened(fragment=offer.fragment, version=fragment.values.version))
+        self._close_if_due(offer.fragment)
+
+    def _training(self) -> list[str]:
+        if self._awaited and self._clock() - self._began_s > self._patience_s / 2:
+            self._awaited.clear()
+        return [*(name for name, session in self._sessions.items() if not session.beat.finished), *self._awaited]
+
+    def _close_if_due(self, number: int) -> None:
+        fragment = self._fragments[number]
+        if fragment.round is None:
+            return
+        reason = rounds.why_closed(
+            fragment.round,
+            self._training(),
+            inner_steps=self._tuner.tempo.inner_steps,
+            inner_s=max((each.beat.inner_s for each in self._sessions.values()), default=0.0),
+            patience_s=self._patience_s,
+            now_s=self._clock(),
+        )
+        if reason:
+            self._merge(number, reason)
+
+    def _merge(self, number: int, reason: str) -> None:
+        assert self._model is not None
+        fragment = self._fragments[number]
+        round_, values = fragment.round, fragment.values
+        assert round_ is not None
+        tuner = self._tuner
+        codec: Codec = "fp32" if round_.final else tuner.tempo.codec
+        data = values.close(rate=tuner.rate, momentum=tuner.momentum, codec=codec)
+        fragment.merged.update(fragment.sequences)
+        if number == 0:
+            self._step += fragment.samples / self._model.batch
+        self._store.keep(
+            number, values.version, values.values, values.momentum, merged=fragment.merged, step=self._step
+        )
+        fragment.updates[values.version] = (codec, data)
+        fragment.updates.pop(values.version - _KEPT_UPDATES, None)
+        total = sum(round_.weights.values())
+        self._tell(
+            Exchanged(
+                fragment=number,
+                version=values.version,
+                islands=tuple(msgspec.structs.replace(each, weight=each.weight / total) for each in fragment.parts),
+                inner_steps=tuner.tempo.inner_steps,
+                took_s=self._clock() - round_.began_s,
+                reason=reason,
+                norm=float(torch.linalg.vector_norm(decode(codec, data, values.values.numel()))),
+            )
+        )
+        fragment.round, fragment.parts, fragment.sequences, fragment.samples = None, [], {}, 0
+        for name, session in self._sessions.items():
+            session.say(
+                Merged(
+                    fragment=number,
+                    version=values.version,
+                    merged=fragment.merged.get(name, 0),
+                    step=self._step,
+                )
+            )
+
+    # What islands fetch
+
+    def _fetch(self, session: Session, fetch: Fetch) -> None:
+        found = self._found(fetch)
+        if found is None:
+            session.say(Gone(kind=fetch.kind, fragment=fetch.fragment, version=fetch.version))
+            return
+        version, codec, data, known_digest = found
+        key = f"{fetch.kind}/{fetch.fragment}/{version}"
+        fragment = self._fragments.get(fetch.fragment)
+        content = Content(
+            key=key,
+            kind=fetch.kind,
+            fragment=fetch.fragment,
+            version=version,
+            codec=codec,
+            num_bytes=len(data),
+            digest=known_digest or digest(data),
+            newest=0 if fragment is None else fragment.values.version,
+            merged=0 if fragment is None else fragment.merged.get(session.island, 0),
+        )
+        if not session.stream(_messages(content, data, fetch.offset)):
+            self._drop(session, "it fetches more than it takes")
+
+    def _found(self, fetch: Fetch) -> tuple[int, Codec, memoryview, str] | None:
+        """Version, codec, bytes and digest of what is fetched."""
+        if self._store.opened is None:
+            return None
+        if fetch.kind == "state":
+            return 0, "raw", memoryview(self._store.state_path.read_bytes()), self._state_digest
+        fragment = self._fragments.get(fetch.fragment)
+        if fragment is None or fetch.kind == "delta":
+            return None
+        values = fragment.values
+        if fetch.kind == "theta":
+            # A copy: the next merge changes them in place.
+            return values.version, "fp32", memoryview(values.values.numpy().tobytes()), ""
+        if fetch.version not in fragment.updates:
+            return None
+        codec, data = fragment.updates[fetch.version]
+        return fetch.version, codec, memoryview(data), ""
+
+    # Tempo
+
+    @property
+    def _wanted(self) -> Wanted | None:
+        return None if self._model is None else self._model.wanted
+
+    def _tune(self) -> None:
+        self._tuner.measured({name: session.beat for name, session in self._sessions.items()}, self._tell)
+        self._announce_tempo()
+
+    def _announce_tempo(self) -> None:
+        tempo: Tempo | None = self._tuner.take_news()
+        if tempo is None:
+            return
+        self._store.note(Tuned(tempo=tempo))
+        for session in self._sessions.values():
+            session.say(Retuned(tempo=tempo))
+
+
+def _messages(content: Content, data: memoryview, offset: int) -> Iterator[bytes]:
+    yield pack(content)
+    for piece, payload in pieces(content.key, data, max(0, offset)):
+        yield pack(piece, payload)

@@ -1,0 +1,138 @@
+"""The hub's values of one fragment of the model, and what a merge makes of them.
+
+The one idea: a merge is one weighted mean, added up as contributions come, so that the hub holds no more than values,
+momentum and one sum. What a merge changes is rounded as it travels *before* it is applied here: hub and islands then
+hold the same bits, whoever fetches them by whatever way.
+"""
+
+import math
+import statistics
+from collections import deque
+
+import torch
+
+from ragtag.core.errors import RagtagError
+from ragtag.outer.protocol import Codec
+
+_BLOCK = 256
+_ABSURD = 100.0
+_REMEMBERED = 32
+_LEAST_REMEMBERED = 3
+_OLDEST = 2
+"""Rounds that a contribution may be late."""
+
+
+class WorthlessDelta(RagtagError, ValueError):
+    """A contribution that is not merged, and why."""
+
+
+def encode(codec: Codec, flat: torch.Tensor) -> bytes:
+    """`flat` (1-d fp32, in host memory) as it travels."""
+    if codec != "int4":
+        return flat.contiguous().numpy().tobytes()
+    blocks = _blocks(flat)
+    scale = blocks.abs().amax(1).div_(7)
+    steps = blocks.div(scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_().add_(8).to(torch.uint8)
+    packed = steps[:, 0::2] | steps[:, 1::2] << 4
+    return scale.numpy().tobytes() + packed.numpy().tobytes()
+
+
+def decode(codec: Codec, data: bytes | memoryview, numel: int) -> torch.Tensor:
+    """What `encode` made, as `numel` numbers in fp32.
+
+    Raises:
+        WorthlessDelta: the length does not fit.
+    """
+    num_blocks = -(-numel // _BLOCK)
+    expected = encoded_bytes(codec, numel)
+    if len(data) != expected:
+        raise WorthlessDelta(f"{len(data)} bytes of {codec} where {numel} numbers take {expected}: a wrong shape")
+    if not numel:
+        return torch.empty(0)
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if codec != "int4":
+        return raw.view(torch.float32)
+    scale = raw[: 4 * num_blocks].view(torch.float32)
+    packed = raw[4 * num_blocks :].view(num_blocks, _BLOCK // 2)
+    steps = torch.stack((packed & 15, packed >> 4), dim=2).view(num_blocks, _BLOCK)
+    return steps.float().sub_(8).mul_(scale[:, None]).view(-1)[:numel]
+
+
+def encoded_bytes(codec: Codec, numel: int) -> int:
+    """Bytes of `numel` numbers as they travel."""
+    return 4 * numel if codec != "int4" else -(-numel // _BLOCK) * (4 + _BLOCK // 2)
+
+
+def _blocks(flat: torch.Tensor) -> torch.Tensor:
+    missing = -flat.numel() % _BLOCK
+    return torch.nn.functional.pad(flat, (0, missing)).view(-1, _BLOCK)
+
+
+class FragmentValues:
+    """Values, momentum, and the sum of a merge under way.
+
+    Args:
+        values: 1-d fp32, in host memory.
+        momentum: of the same size; None: zeros.
+        version: of `values`.
+    """
+
+    def __init__(self, values: torch.Tensor, momentum: torch.Tensor | None = None, version: int = 1) -> None:
+        self.values, self.version = values, version
+        self.momentum = torch.zeros_like(values) if momentum is None else momentum
+        self._sum: torch.Tensor | None = None
+        self._weight = self._steps = 0.0
+        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def add(self, delta: torch.Tensor, *, tokens: float, steps: int, base: int, local_data: bool = False) -> float:
+        """Take a contribution into the merge under way; return its weight before weights are made to add up to 1.
+
+        tokens * (1/2)^age, where age is how many versions its base is behind. Data pinned to islands: FedNova, the sum
+        of p_i Delta_i / tau_i times the mean of tau_i (Wang et al., "Tackling the Objective Inconsistency Problem in
+        Heterogeneous Federated Optimization", NeurIPS 2020, eq. 6).
+
+        Raises:
+            WorthlessDelta: it is not finite, of an absurd norm, without tokens, or too old; the sum is as before.
+        """
+        age = self.version - base
+        if not 0 <= age <= _OLDEST:
+            raise WorthlessDelta(
+                f"it is from version {base}, and this is version {self.version}: older than {_OLDEST} rounds"
+                if age > 0
+                else f"it is from version {base}, which there is not yet"
+            )
+        if not (math.isfinite(tokens) and tokens > 0 and steps > 0):
+            raise WorthlessDelta(f"it counts {tokens:g} tokens in {steps} steps")
+        norm = float(torch.linalg.vector_norm(delta))
+        if not math.isfinite(norm):
+            raise WorthlessDelta("it holds numbers that are not finite")
+        usual = statistics.median(self._norms) if len(self._norms) >= _LEAST_REMEMBERED else 0.0
+        if usual and norm > _ABSURD * usual:
+            raise WorthlessDelta(f"its norm {norm:.3g} is absurd: {norm / usual:.3g} times the usual {usual:.3g}")
+        if norm:
+            self._norms.append(norm)
+        weight = tokens * 0.5**age
+        if self._sum is None:
+            self._sum = torch.zeros_like(self.values)
+        self._sum.add_(delta, alpha=weight / steps if local_data else weight)
+        self._weight += weight
+        self._steps += weight * steps if local_data else 0.0
+        return weight
+
+    def close(self, *, rate: float, momentum: float, codec: Codec) -> bytes:
+        """Merge what was added, and return what it changed, as it travels.
+
+        m = momentum * m + Delta; values -= rate * (Delta + momentum * m): Nesterov's momentum as the outer optimizer
+        (Douillard et al., "DiLoCo", 2023, arXiv 2311.08105, section 2).
+        """
+        assert self._sum is not None, "nothing was added"
+        delta = self._sum.div_(self._weight)
+        if self._steps:
+            delta.mul_(self._steps / self._weight)
+        self.momentum.mul_(momentum).add_(delta)
+        change = delta.add_(self.momentum, alpha=momentum).mul_(-rate)
+        data = encode(codec, change)
+        self._sum, self._weight, self._steps = None, 0.0, 0.0
+        self.values += decode(codec, data, self.values.numel())
+        self.version += 1
+        return data
