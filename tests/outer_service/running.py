@@ -20,7 +20,7 @@ from ragtag.hub.rules_state import JournalRecord, RunSettings
 from ragtag.hub.server import HubServer, listen_on
 from ragtag.outer.client import IslandClient
 from ragtag.outer.process import OuterServer
-from ragtag.outer.protocol import Attach, Wanted
+from ragtag.outer.protocol import Attach, Beat, Wanted
 from ragtag.outer.service import Service
 from ragtag.outer.store import Store
 from ragtag.watch.events import AnyEvent, Event
@@ -180,6 +180,7 @@ class Island:
         self.name, self.numel = name, tuple(numel)
         self.own = [torch.zeros(each) for each in numel]
         self.step = 0
+        self.training = False
         wanted = wanted or Wanted(inner_steps=10, codec="fp32", rate=1.0, momentum=0.0)
         fields = {"run": "r", "version": VERSION, "model": "m", "numel": self.numel, "batch": 8, **about}
         session = fields.pop("session", f"session-of-{name}")
@@ -187,7 +188,9 @@ class Island:
             "127.0.0.1",
             port,
             token,
-            lambda: Attach(island=name, session=session, step=self.step, wanted=wanted, **fields),
+            lambda: Attach(
+                island=name, session=session, step=self.step, wanted=wanted, training=self.training, **fields
+            ),
             patience_s=patience_s,
         )
 
@@ -200,6 +203,7 @@ class Island:
         self.own = [each.clone() for each in values]
         self.client.give(values, state, step=step)
         self.await_stage("open")
+        self._train()
 
     def take(self) -> bytes:
         """Begin with what the hub has; return the state."""
@@ -208,7 +212,18 @@ class Island:
         assert self.client.wait(lambda: self.client.values.begun, LONG_S), self.client.trouble
         self.own = [each.clone() for each in self.client.values.values]
         assert self.client.state is not None
+        self._train()
         return self.client.state
+
+    def _train(self) -> None:
+        """Be one of those who are waited for."""
+        beat = Beat(step=self.step, training=True)
+        self.training = True
+        self.client.note(beat)
+        self.client.say(beat)
+        # Once this is answered, the hub has heard the other.
+        self.client.fetch_all(state=False)
+        assert self.client.wait(lambda: not self.client.fetching, LONG_S), self.client.trouble
 
     def send(self, fragment: int, *, tokens: float = 8.0, samples: int = 8, steps: int = 1, codec="fp32", **about):
         self.step += steps

@@ -255,7 +255,7 @@ def test_the_outer_process_ends_and_comes_back_from_its_journal(running, home):
             island.send(0, tokens=8.0 if island is cloud else 24.0)
         for island in (home, cloud):
             island.await_version(0, 2)
-        momentum = running.service._fragments[0].values.momentum.clone()
+        momentum = running.service.merging.fragments[0].values.momentum.clone()
         # One contribution is there, and is lost with the process.
         home.own[0] -= 1.0
         home.send(0, tokens=24.0)
@@ -264,9 +264,9 @@ def test_the_outer_process_ends_and_comes_back_from_its_journal(running, home):
         running.stop_outer()
         running.start_outer()
         service = running.service
-        assert service._fragments[0].values.version == 2
-        assert torch.equal(service._fragments[0].values.momentum, momentum)
-        assert torch.equal(service._fragments[0].values.values, cloud.client.values.values[0])
+        assert service.merging.fragments[0].values.version == 2
+        assert torch.equal(service.merging.fragments[0].values.momentum, momentum)
+        assert torch.equal(service.merging.fragments[0].values.values, cloud.client.values.values[0])
         eventually(lambda: set(service.islands) == {"home", "cloud"})
         cloud.send(0)
         for island in (home, cloud):

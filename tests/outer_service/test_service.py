@@ -59,7 +59,7 @@ def test_hub_and_islands_hold_the_same_bits(tmp_path, codec):
                 for island in (home, cloud):
                     for fragment in (0, 1):
                         island.await_version(fragment, version)
-            hub = running.service._fragments
+            hub = running.service.merging.fragments
             for fragment in (0, 1):
                 values = [island.client.values.values[fragment] for island in (home, cloud)]
                 assert torch.equal(values[0], values[1])
@@ -124,3 +124,22 @@ def test_a_quorum_waits_no_longer_than_its_grace(tmp_path):
             seen = running.await_event(Exchanged)
             assert "waited" in seen.reason
             assert "cloud" in seen.reason
+
+
+def test_asynchronous_islands_are_merged_one_by_one_for_their_part(tmp_path):
+    wanted = Wanted(inner_steps=10, asynchronous=True, codec="fp32", rate=1.0, momentum=0.0, oldest=8)
+    with outer_loop(tmp_path) as running, Island(running.port, "home", wanted=wanted) as home:
+        home.give(_values())
+        with Island(running.port, "cloud", wanted=wanted) as cloud:
+            cloud.take()
+            before = home.own[0].clone()
+            for version in (2, 3, 4):
+                home.own[0] -= 1.0
+                home.send(0)
+                home.await_version(0, version)  # nobody waits for the other one
+            assert torch.allclose(home.own[0], before - 1.5, atol=1e-5)  # half of each, for one island of two
+            cloud.await_version(0, 4)
+            cloud.own[0] += 4.0
+            cloud.send(0)
+            cloud.await_version(0, 5)
+            assert torch.allclose(cloud.own[0], before - 1.5 + 2.0, atol=1e-5)

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from ragtag.cli.demo_html import MEANING, STYLE
+from ragtag.cli.report_islands import islands_html
 
 _MORE_STYLE = """
 :root { --data: #7a5bd0; --stalled: #9a1f1f; }
@@ -57,6 +58,7 @@ def page(shown: Mapping[str, Any], source: str, note: str = "") -> str:
 <h2>The devices</h2>
 <div class="legend">{legend}</div>
 {_devices(shown["devices"], kinds)}
+{islands_html(shown["islands"])}
 <h2>Who held the others up</h2>
 {_findings(shown["findings"])}
 <h2>What each device does</h2>

@@ -7,6 +7,7 @@ waits are on this thread. What it has begun to send or fetch it goes on with aft
 import asyncio
 import os
 import random
+import statistics
 import threading
 import time
 from collections import deque
@@ -55,8 +56,8 @@ _FIRST_DELAY_S = 0.05
 _LAST_DELAY_S = 2.0
 _FAREWELL_S = 0.5
 _LONGEST_OPENING_S = 10.0
-_WEIGHT = 0.3
-"""Of the newest measurement in a moving mean."""
+_REMEMBERED = 8
+"""Transfers whose times are compared."""
 
 
 class IslandClient:
@@ -111,8 +112,8 @@ class IslandClient:
         self._starting: dict[int, tuple[int, torch.Tensor]] | None = None
         self._wants_state = False
         self._took_s: dict[str, float] = {}
-        self._ways_s = [0.0, 0.0]
-        """Of a fragment, back and there."""
+        self._ways_s: tuple[deque[float], deque[float]] = (deque(maxlen=_REMEMBERED), deque(maxlen=_REMEMBERED))
+        """Of the last fragments, seconds there, and back."""
         self._words: deque[bytes] = deque()
         self._closing = False
         self._loop = asyncio.new_event_loop()
@@ -407,7 +408,8 @@ class IslandClient:
         if not self._outgoing or self._outgoing[0].offer.key != frame.key:
             return
         flight = self._outgoing.popleft()
-        self._measure(frame.key)
+        if flight.offer.kind == "delta" and not flight.offer.final:  # which is larger, and the last
+            self._measure(frame.key)
         flight.taken = isinstance(frame, Taken)
         if isinstance(frame, Refused):
             self.trouble = f"{flight.offer.kind} of fragment {flight.offer.fragment} was refused: {frame.reason}"
@@ -476,7 +478,8 @@ class IslandClient:
             self.values.replace(fragment, content.version, data)
         elif content.version == self.values.versions[fragment] + 1:
             self.values.update(fragment, content.version, data, content.codec)
-            self._measure(f"update/{fragment}")
+            if self.tempo is not None and content.codec == self.tempo.codec:  # what comes last is larger
+                self._measure(f"update/{fragment}")
         self._note_newest(content)
         newest, merged = self._newest[fragment]
         if self.values.versions[fragment] < newest:
@@ -513,11 +516,9 @@ class IslandClient:
         if began_s is None:
             return
         took_s = time.monotonic() - began_s
-        way = 0 if what.startswith("update/") else 1
-        before = self._ways_s[way]
-        self._ways_s[way] = took_s if not before else before + _WEIGHT * (took_s - before)
+        self._ways_s[what.startswith("update/")].append(took_s)
         if all(self._ways_s):
-            self.exchange_s = sum(self._ways_s)
+            self.exchange_s = sum(map(statistics.median, self._ways_s))
 
 
 def _flight(key: str, kind: Kind, fragment: int, data: bytes, step: int) -> InFlight:

@@ -32,7 +32,11 @@ class Tempo(msgspec.Struct, frozen=True, kw_only=True):
     """H: steps from one exchange of a fragment to the next."""
     blocking: bool = False
     """Islands wait for each exchange: exact synchronisation where H is 1."""
+    asynchronous: bool = False
+    """What comes is merged when it comes; nobody is waited for."""
     codec: Codec = "int4"
+    rate: float = 0.7
+    """Learning rate of the outer optimizer."""
     shares: tuple[tuple[str, float], ...] = ()
     """By island, its part of the global batch; empty: all the same."""
     reason: str = ""
@@ -44,10 +48,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     inner_steps: int | None = None
     """H; None: follows the measured time of an exchange."""
     blocking: bool = False
+    asynchronous: bool = False
     codec: Codec = "int4"
     rate: float = 0.7
     """Learning rate of the outer optimizer."""
     momentum: float = 0.5
+    oldest: int = 2
+    """Versions that a contribution may be late."""
 
 
 # Island to hub
@@ -71,6 +78,8 @@ class Attach(Frame, frozen=True, kw_only=True, tag="attach"):
     wanted: Wanted = Wanted()
     step: int = 0
     samples_per_s: float = 0.0
+    training: bool = False
+    """As in `Beat`."""
 
 
 class Offer(Frame, frozen=True, kw_only=True, tag="offer"):
@@ -127,6 +136,8 @@ class Beat(Frame, frozen=True, kw_only=True, tag="beat"):
     compute_s: float = 0.0
     """Seconds that its steps have taken so far, waiting aside."""
     samples_per_s: float = 0.0
+    training: bool = False
+    """It has values, and trains with the others: merges wait for it, as long as they wait for anybody."""
     finished: bool = False
     """It has done its last step, and sent what it had."""
 

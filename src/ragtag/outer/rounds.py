@@ -11,6 +11,8 @@ import msgspec
 
 GRACE = 0.2
 """Part of the time of H inner steps for which a quorum waits for the others."""
+_LAST = 10
+"""Multiples of the patience for which what an island has sent last waits for the others'."""
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +58,8 @@ def why_closed(
         return ""
     quorum_s = round_.began_s if round_.quorum_s is None else round_.quorum_s
     grace_s = grace(inner_steps=inner_steps, inner_s=inner_s, patience_s=patience_s)
+    if round_.final:  # nobody trains on it any more, and what others send last is larger
+        grace_s = _LAST * patience_s
     if now_s - quorum_s < grace_s:
         return ""
     return f"a quorum has waited {grace_s:.3g} s for {', '.join(missing)}"

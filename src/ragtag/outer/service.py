@@ -6,17 +6,15 @@ and a version exists for islands only once it is on disk. No sockets here: messa
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import msgspec
-import torch
 
-from ragtag.outer import rounds
+from ragtag.outer.merging import Merging, why_wrong_size
 from ragtag.outer.protocol import (
     Attach,
     Attached,
     Beat,
-    Codec,
     Content,
     Denied,
     Detach,
@@ -42,33 +40,14 @@ from ragtag.outer.store import Model, Store, Tuned
 from ragtag.outer.store import Opened as OpenedRecord
 from ragtag.outer.tempo import Tuner
 from ragtag.outer.transfer import TransferError, digest, pieces
-from ragtag.outer.values import FragmentValues, WorthlessDelta, decode, encoded_bytes
-from ragtag.watch.events import Contributed, Event, Exchanged, IslandChanged
+from ragtag.outer.values import WorthlessDelta, decode
+from ragtag.watch.events import Event, IslandChanged
 
 log = logging.getLogger("ragtag.outer")
 
-_KEPT_UPDATES = 4
-"""Merges back that an island may be and still need only what they changed."""
 _STATE_LIMIT_BYTES = 1 << 36
 _MOST_FRAGMENTS = 1024
 _NAME_LIMIT = 64
-
-
-class _Fragment:
-    """One fragment, and the merge of it that is under way."""
-
-    def __init__(self, values: FragmentValues, merged: Mapping[str, int]) -> None:
-        self.values = values
-        self.merged = dict(merged)
-        """By island, the newest of its deltas in the values."""
-        self.whole: dict[str, int] = dict(merged)
-        """By island, the newest of its deltas that has come whole."""
-        self.round: rounds.Round | None = None
-        self.parts: list[Contributed] = []
-        self.sequences: dict[str, int] = {}
-        self.samples = 0
-        self.updates: dict[int, tuple[Codec, bytes]] = {}
-        """By version, what it has changed."""
 
 
 class Service:
@@ -96,20 +75,15 @@ class Service:
         self._store, self._run, self._version = store, run, version
         self._patience_s, self._tell, self._clock = patience_s, tell, clock
         self._model = store.model
-        self._fragments: dict[int, _Fragment] = {}
-        for number, record in store.versions.items():
-            values, momentum = store.load(number)
-            self._fragments[number] = _Fragment(FragmentValues(values, momentum, record.version), record.merged)
-        self._step = max((each.step for each in store.versions.values()), default=0.0)
+        self.merging = Merging(store, patience_s=patience_s, tell=tell, clock=clock)
         self._sessions: dict[str, Session] = {}
         """By island, those that are attached."""
         self._arriving = Arriving()
         self._alone: str | None = None
         """The island that warms up."""
         self._alone_lost_s: float | None = None
-        self._state_digest = "" if store.opened is None else store.opened.digest
         self._tuner = Tuner(self._wanted, store.tempo)
-        self._awaited = {name for record in store.versions.values() for name in record.merged}
+        self._awaited = self.merging.islands
         """Islands that were there before this process was started again, and may just be coming back."""
         self._began_s = clock()
         self._over = False
@@ -161,15 +135,17 @@ class Service:
                 self.lost(session, f"nothing came for {now_s - session.heard_s:.3g} s")
         if self._alone_lost_s is not None and now_s - self._alone_lost_s > self._patience_s:
             self._pass_on_warm_up()
-        for number in list(self._fragments):
-            self._close_if_due(number)
+        for number in list(self.merging.fragments):
+            self._merge_if_due(number)
         self._end_if_all_have()
 
     def _end_if_all_have(self) -> None:
         """Once all islands have done their last step, and everything is merged, say so."""
-        if self._over or self._store.opened is None or not self._sessions or self._training():
+        if self._over or self._store.opened is None or self._training():
             return
-        if any(fragment.round is not None for fragment in self._fragments.values()):
+        if not any(session.beat.finished for session in self._sessions.values()):
+            return
+        if self.merging.under_way:
             return
         self._over = True
         log.info("all islands have done their last step")
@@ -203,7 +179,7 @@ class Service:
             older.close("a newer connection has replaced it")
             del self._sessions[frame.island]
         session.attach = frame
-        session.beat = Beat(step=frame.step, samples_per_s=frame.samples_per_s)
+        session.beat = Beat(step=frame.step, samples_per_s=frame.samples_per_s, training=frame.training)
         if self._model is None:
             self._model = Model(
                 model=frame.model, numel=frame.numel, data=frame.data, batch=frame.batch, wanted=frame.wanted
@@ -217,14 +193,13 @@ class Service:
         self._awaited.discard(frame.island)
         stage = "open" if self._store.opened is not None else "alone" if self._alone == frame.island else "wait"
         numbers = range(len(self._model.numel))
-        known = self._fragments
         session.say(
             Attached(
                 epoch=self._store.epoch,
                 stage=stage,
-                versions=tuple(known[p].values.version if p in known else 0 for p in numbers),
-                sequences=tuple(known[p].whole.get(frame.island, 0) if p in known else 0 for p in numbers),
-                step=int(self._step),
+                versions=tuple(map(self.merging.version, numbers)),
+                sequences=tuple(self.merging.whole(number, frame.island) for number in numbers),
+                step=int(self.merging.step),
                 islands=len(self._sessions),
                 tempo=self._tuner.tempo,
             )
@@ -278,7 +253,7 @@ class Service:
         elif isinstance(frame, Detach):
             del self._sessions[session.island]
             self._arriving.left(session.island)
-            self._changed(session.island, "left", frame.reason or "its script has ended")
+            self._changed(session.island, "left", f"{frame.reason or 'its script has ended'}{_waited(session.beat)}")
             session.close("you left")
             if session.island == self._alone:
                 self._pass_on_warm_up()
@@ -308,23 +283,11 @@ class Service:
             return f"nobody is waiting for '{offer.kind}'"
         if not 0 <= offer.fragment < len(self._model.numel):
             return f"there is no fragment {offer.fragment}"
-        numel = self._model.numel[offer.fragment]
-        codec: Codec = offer.codec if offer.kind == "delta" else "fp32"
-        if offer.num_bytes != encoded_bytes(codec, numel):
-            return (
-                f"{offer.num_bytes} bytes of {codec} where fragment {offer.fragment} of {numel} numbers takes "
-                f"{encoded_bytes(codec, numel)}: a wrong shape"
-            )
         if offer.kind == "theta":
-            return ""
+            return why_wrong_size(offer, self._model)
         if not opened:
             return "there is nothing yet to take a difference from"
-        fragment = self._fragments[offer.fragment]
-        if offer.sequence <= fragment.whole.get(island, 0):
-            return f"its delta {offer.sequence} of fragment {offer.fragment} has come before: a replayed message"
-        if fragment.round is not None and island in fragment.round.weights:
-            return f"it has contributed to version {fragment.values.version + 1} of fragment {offer.fragment} already"
-        return ""
+        return self.merging.why_worthless(island, offer, self._model)
 
     def _refuse(self, session: Session, offer: Offer, reason: str) -> None:
         self._arriving.done(session.island, offer.key)
@@ -364,26 +327,25 @@ class Service:
     def _begin_with(self, session: Session, offer: Offer, data: memoryview) -> None:
         assert self._model is not None
         if offer.kind == "theta":
-            values = decode("fp32", data, self._model.numel[offer.fragment])
-            if not bool(torch.isfinite(values).all()):
-                self._refuse(session, offer, "it holds numbers that are not finite")
+            try:
+                values = decode("fp32", data, self._model.numel[offer.fragment])
+                self.merging.begin_with(offer.fragment, values, offer.step)
+            except WorthlessDelta as error:
+                self._refuse(session, offer, str(error))
                 return
-            self._store.keep(offer.fragment, 1, values, torch.zeros_like(values), merged={}, step=offer.step)
-            self._fragments[offer.fragment] = _Fragment(FragmentValues(values), {})
         else:
             self._store.keep_state(data)
-            self._state_digest = offer.digest
         session.say(Taken(key=offer.key))
         if offer.kind != "state":
             return
-        if len(self._fragments) < len(self._model.numel):
+        if len(self.merging.fragments) < len(self._model.numel):
             self._drop(session, "it gave its state before its values")
             return
         # The state comes last: with it, everything is there.
         opened = OpenedRecord(step=offer.step, num_bytes=len(data), digest=offer.digest)
         self._store.note(opened)
         self._store.opened = opened
-        self._step, self._alone = float(offer.step), None
+        self.merging.step, self._alone = float(offer.step), None
         for each in self._sessions.values():
             each.say(Stage(stage="open", step=offer.step))
         log.info("all islands train from step %d on", offer.step + 1)
@@ -392,145 +354,71 @@ class Service:
 
     def _contribute(self, session: Session, offer: Offer, data: memoryview) -> None:
         assert self._model is not None
-        fragment = self._fragments[offer.fragment]
-        fragment.whole[session.island] = offer.sequence
-        age = fragment.values.version - offer.base
         try:
-            delta = decode(offer.codec, data, self._model.numel[offer.fragment])
-            weight = fragment.values.add(
-                delta, tokens=offer.tokens, steps=offer.steps, base=offer.base, local_data=self._model.data == "local"
-            )
+            is_first = self.merging.contribute(session.island, offer, data, self._model, self._training())
         except WorthlessDelta as error:
             self._refuse(session, offer, str(error))
             return
         session.say(Taken(key=offer.key))
-        is_first = fragment.round is None
-        fragment.round = rounds.contributed(
-            fragment.round,
-            session.island,
-            weight,
-            present=len(self._training()),
-            now_s=self._clock(),
-            final=offer.final,
-        )
-        fragment.sequences[session.island] = offer.sequence
-        fragment.samples += offer.samples
-        fragment.parts.append(
-            Contributed(
-                island=session.island,
-                weight=weight,
-                tokens=offer.tokens,
-                age=age,
-                sent_bytes=len(data),
-                plain_bytes=4 * delta.numel(),
-            )
-        )
         if is_first:
             for each in self._sessions.values():
                 if each is not session:
-                    each.say(Opened(fragment=offer.fragment, version=fragment.values.version))
-        self._close_if_due(offer.fragment)
+                    each.say(Opened(fragment=offer.fragment, version=self.merging.version(offer.fragment)))
+        self._merge_if_due(offer.fragment)
 
     def _training(self) -> list[str]:
         if self._awaited and self._clock() - self._began_s > self._patience_s / 2:
             self._awaited.clear()
-        return [*(name for name, session in self._sessions.items() if not session.beat.finished), *self._awaited]
+        training = [name for name, each in self._sessions.items() if each.beat.training and not each.beat.finished]
+        return [*training, *self._awaited]
 
-    def _close_if_due(self, number: int) -> None:
-        fragment = self._fragments[number]
-        if fragment.round is None:
-            return
-        reason = rounds.why_closed(
-            fragment.round,
-            self._training(),
-            inner_steps=self._tuner.tempo.inner_steps,
-            inner_s=max((each.beat.inner_s for each in self._sessions.values()), default=0.0),
-            patience_s=self._patience_s,
-            now_s=self._clock(),
-        )
-        if reason:
-            self._merge(number, reason)
-
-    def _merge(self, number: int, reason: str) -> None:
+    def _merge_if_due(self, number: int) -> None:
         assert self._model is not None
-        fragment = self._fragments[number]
-        round_, values = fragment.round, fragment.values
-        assert round_ is not None
-        tuner = self._tuner
-        codec: Codec = "fp32" if round_.final else tuner.tempo.codec
-        data = values.close(rate=tuner.rate, momentum=tuner.momentum, codec=codec)
-        fragment.merged.update(fragment.sequences)
-        if number == 0:
-            self._step += fragment.samples / self._model.batch
-        self._store.keep(
-            number, values.version, values.values, values.momentum, merged=fragment.merged, step=self._step
+        tuner, training = self._tuner, self._training()
+        inner_s = max((each.beat.inner_s for each in self._sessions.values()), default=0.0)
+        reason = self.merging.due(number, training, tuner.tempo, inner_s)
+        if not reason:
+            return
+        self.merging.merge(
+            number,
+            reason,
+            tuner.tempo,
+            momentum=tuner.momentum,
+            part=1 / max(1, len(training)) if tuner.tempo.asynchronous else 1.0,
+            batch=self._model.batch,
         )
-        fragment.updates[values.version] = (codec, data)
-        fragment.updates.pop(values.version - _KEPT_UPDATES, None)
-        total = sum(round_.weights.values())
-        self._tell(
-            Exchanged(
-                fragment=number,
-                version=values.version,
-                islands=tuple(msgspec.structs.replace(each, weight=each.weight / total) for each in fragment.parts),
-                inner_steps=tuner.tempo.inner_steps,
-                took_s=self._clock() - round_.began_s,
-                reason=reason,
-                norm=float(torch.linalg.vector_norm(decode(codec, data, values.values.numel()))),
-            )
-        )
-        fragment.round, fragment.parts, fragment.sequences, fragment.samples = None, [], {}, 0
+        fragment = self.merging.fragments[number]
         for name, session in self._sessions.items():
-            session.say(
-                Merged(
-                    fragment=number,
-                    version=values.version,
-                    merged=fragment.merged.get(name, 0),
-                    step=self._step,
-                )
-            )
+            merged = fragment.merged.get(name, 0)
+            version = fragment.values.version
+            session.say(Merged(fragment=number, version=version, merged=merged, step=self.merging.step))
 
     # What islands fetch
 
     def _fetch(self, session: Session, fetch: Fetch) -> None:
-        found = self._found(fetch)
+        found = None
+        if self._store.opened is not None and fetch.kind == "state":
+            found = 0, "raw", memoryview(self._store.state_path.read_bytes())
+        elif self._store.opened is not None:
+            found = self.merging.found(fetch)
         if found is None:
             session.say(Gone(kind=fetch.kind, fragment=fetch.fragment, version=fetch.version))
             return
-        version, codec, data, known_digest = found
-        key = f"{fetch.kind}/{fetch.fragment}/{version}"
-        fragment = self._fragments.get(fetch.fragment)
+        version, codec, data = found
+        fragment = self.merging.fragments.get(fetch.fragment)
         content = Content(
-            key=key,
+            key=f"{fetch.kind}/{fetch.fragment}/{version}",
             kind=fetch.kind,
             fragment=fetch.fragment,
             version=version,
             codec=codec,
             num_bytes=len(data),
-            digest=known_digest or digest(data),
-            newest=0 if fragment is None else fragment.values.version,
+            digest=digest(data),
+            newest=self.merging.version(fetch.fragment),
             merged=0 if fragment is None else fragment.merged.get(session.island, 0),
         )
         if not session.stream(_messages(content, data, fetch.offset)):
             self._drop(session, "it fetches more than it takes")
-
-    def _found(self, fetch: Fetch) -> tuple[int, Codec, memoryview, str] | None:
-        """Version, codec, bytes and digest of what is fetched."""
-        if self._store.opened is None:
-            return None
-        if fetch.kind == "state":
-            return 0, "raw", memoryview(self._store.state_path.read_bytes()), self._state_digest
-        fragment = self._fragments.get(fetch.fragment)
-        if fragment is None or fetch.kind == "delta":
-            return None
-        values = fragment.values
-        if fetch.kind == "theta":
-            # A copy: the next merge changes them in place.
-            return values.version, "fp32", memoryview(values.values.numpy().tobytes()), ""
-        if fetch.version not in fragment.updates:
-            return None
-        codec, data = fragment.updates[fetch.version]
-        return fetch.version, codec, memoryview(data), ""
 
     # Tempo
 
@@ -549,6 +437,11 @@ class Service:
         self._store.note(Tuned(tempo=tempo))
         for session in self._sessions.values():
             session.say(Retuned(tempo=tempo))
+
+
+def _waited(beat: Beat) -> str:
+    total_s = beat.waited_s + beat.compute_s
+    return f"; it has waited {beat.waited_s / total_s:.1%} of its time" if total_s else ""
 
 
 def _messages(content: Content, data: memoryview, offset: int) -> Iterator[bytes]:

@@ -63,10 +63,12 @@ class Tuner:
         self.tempo = tempo or Tempo(
             inner_steps=self._wanted.inner_steps or _FIRST_INNER_STEPS,
             blocking=self._wanted.blocking,
+            asynchronous=self._wanted.asynchronous,
             codec=self._wanted.codec,
+            rate=self._wanted.rate,
             reason="as configured" if self._wanted.inner_steps else "to begin with: nothing is measured yet",
         )
-        self.rate, self.momentum = self._wanted.rate, self._wanted.momentum
+        self.momentum = self._wanted.momentum
         self._news: Tempo | None = None
         self._readings: list[Reading] = []
         self._ceiling: int | None = None
@@ -119,10 +121,9 @@ class Tuner:
             self._ceiling = steps
             action = f"{seen}: H is halved to {steps}"
             self._set(msgspec.structs.replace(now, inner_steps=steps, reason=action))
-        elif self.rate > _LEAST_RATE:
-            self.rate /= 2
-            action = f"{seen}: the outer learning rate is halved to {self.rate:g}"
-            self._set(msgspec.structs.replace(now, reason=action))
+        elif now.rate > _LEAST_RATE:
+            action = f"{seen}: the outer learning rate is halved to {now.rate / 2:g}"
+            self._set(msgspec.structs.replace(now, rate=now.rate / 2, reason=action))
         else:
             action = f'{seen}: islands do not suit this training; use exact synchronisation, mode="exact"'
             self._set(msgspec.structs.replace(now, reason=action))

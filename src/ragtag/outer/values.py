@@ -18,7 +18,7 @@ _BLOCK = 256
 _ABSURD = 100.0
 _REMEMBERED = 32
 _LEAST_REMEMBERED = 3
-_OLDEST = 2
+OLDEST = 2
 """Rounds that a contribution may be late."""
 
 
@@ -84,7 +84,16 @@ class FragmentValues:
         self._weight = self._steps = 0.0
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def add(self, delta: torch.Tensor, *, tokens: float, steps: int, base: int, local_data: bool = False) -> float:
+    def add(
+        self,
+        delta: torch.Tensor,
+        *,
+        tokens: float,
+        steps: int,
+        base: int,
+        local_data: bool = False,
+        oldest: int = OLDEST,
+    ) -> float:
         """Take a contribution into the merge under way; return its weight before weights are made to add up to 1.
 
         tokens * (1/2)^age, where age is how many versions its base is behind. Data pinned to islands: FedNova, the sum
@@ -95,9 +104,9 @@ class FragmentValues:
             WorthlessDelta: it is not finite, of an absurd norm, without tokens, or too old; the sum is as before.
         """
         age = self.version - base
-        if not 0 <= age <= _OLDEST:
+        if not 0 <= age <= oldest:
             raise WorthlessDelta(
-                f"it is from version {base}, and this is version {self.version}: older than {_OLDEST} rounds"
+                f"it is from version {base}, and this is version {self.version}: older than {oldest} rounds"
                 if age > 0
                 else f"it is from version {base}, which there is not yet"
             )

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from ragtag.watch.events import Began
+from ragtag.watch.islands import IslandsState
 from ragtag.watch.state import Device, RunState
 from ragtag.watch.timeline import timeline
 from ragtag.watch.totals import Totals, sums
@@ -53,6 +54,38 @@ def drawable(state: RunState) -> dict[str, Any]:
         "messages": [asdict(each) for each in reversed(state.messages)][:_SHOWN],
         "evaluation": asdict(state.evaluated) if state.evaluated else None,
         "checkpoint": asdict(state.saved) if state.saved else None,
+        "islands": _islands(state.islands),
+    }
+
+
+def _islands(state: IslandsState) -> dict[str, Any] | None:
+    """Sites that train side by side; None: there are none."""
+    if not state.islands:
+        return None
+    num_merges, num_fragments = sum(state.rounds.values()), len(state.rounds)
+    return {
+        "num_merges": num_merges,
+        "num_fragments": num_fragments,
+        "rounds": num_merges / num_fragments if num_fragments else 0.0,
+        "tempo": asdict(state.tempo) if state.tempo else None,
+        "islands": [
+            {
+                "name": each.name,
+                "state": each.state,
+                "text": each.text,
+                "contributions": each.fragments,
+                "sent_bytes": each.sent_bytes,
+                "compression": each.compression,
+                "staleness": each.staleness,
+                "late": each.late,
+                "weight": each.weight,
+                "refused": each.refused,
+                "guard": asdict(each.guard) if each.guard else None,
+            }
+            for each in state.islands.values()
+        ],
+        "actions": [asdict(each) for each in reversed(state.actions)][:_SHOWN],
+        "words": [asdict(each) for each in reversed(state.words)][:_SHOWN],
     }
 
 

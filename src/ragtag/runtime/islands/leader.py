@@ -70,6 +70,9 @@ def wanted(config: Config) -> Wanted:
     """What the script's configuration says of the outer loop."""
     if config.mode == "exact":
         return Wanted(inner_steps=1, blocking=True, codec="fp32", rate=1.0, momentum=0.0)
+    if config.mode == "async":
+        # Each contribution by itself, for its island's part; late ones are what it lives of.
+        return Wanted(inner_steps=config.inner_steps, asynchronous=True, rate=1.0, momentum=0.0, oldest=8)
     return Wanted(inner_steps=config.inner_steps)
 
 
@@ -125,6 +128,7 @@ class Leader:
                 wanted=wanted(config),
                 step=committed(),
                 samples_per_s=self.samples_per_s,
+                training=self._pace is not None,
             ),
             patience_s=config.patience_s,
         )
@@ -161,6 +165,7 @@ class Leader:
             waited_s=self.waited_s,
             compute_s=self._compute_s,
             samples_per_s=self.samples_per_s,
+            training=self._pace is not None,
             finished=finished,
         )
 
@@ -184,6 +189,9 @@ class Leader:
         tempo = self.client.tempo
         self._pace = Pace(self.cut.num_fragments, committed, 25 if tempo is None else tempo.inner_steps)
         self._sent_at = [(self._tokens, self._samples, committed)] * self.cut.num_fragments
+        beat = self._beat(committed)
+        self.client.note(beat)
+        self.client.say(beat)
 
     def due(self, committed: int) -> list[int]:
         """Fragments that are to be sent after step `committed`, and can be."""
