@@ -242,10 +242,10 @@ class Island:
 
     def add(self) -> None:
         with self.client.lock:
-            arrivals = self.client.values.arrivals
-            for fragment, correction in arrivals.items():
-                self.own[fragment] += correction
-            self.client.values.added(list(arrivals))
+            while arrivals := self.client.values.arrivals:
+                for fragment, correction in arrivals.items():
+                    self.own[fragment] += correction
+                self.client.values.added(list(arrivals))
 
     def close(self) -> None:
         assert self.client.close()

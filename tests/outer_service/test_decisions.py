@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from ragtag.outer import rounds
+from ragtag.outer.codec import WorthlessDelta
 from ragtag.outer.protocol import Beat, Reading, Tempo, Wanted
 from ragtag.outer.tempo import Tuner, inner_steps_for, shares_for
-from ragtag.outer.values import FragmentValues, WorthlessDelta, decode, encode, encoded_bytes
+from ragtag.outer.values import FragmentValues
 from ragtag.runtime.islands.cut import Cut
 from ragtag.runtime.islands.pace import Pace
 from ragtag.runtime.islands.sampling import IslandSampler
@@ -109,20 +110,6 @@ def test_the_guard_leaves_alone_what_is_noise(rise):
     tuner.read("a", reading(float("nan")), told.append)
     assert tuner.take_news() is None
     assert not any(each.action for each in told if isinstance(each, Guarded))
-
-
-@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 1000])
-def test_int4_is_off_by_half_a_step_of_its_block_at_most(numel):
-    flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-    data = encode("int4", flat)
-    assert len(data) == encoded_bytes("int4", numel)
-    back = decode("int4", data, numel)
-    for first in range(0, numel, 256):
-        block = slice(first, first + 256)
-        step = float(flat[block].abs().max()) / 7
-        assert float((back[block] - flat[block]).abs().max()) <= step / 2 * 1.001
-    with pytest.raises(WorthlessDelta, match="wrong shape"):
-        decode("int4", data + b"x", numel)
 
 
 def test_late_contributions_count_half_a_round():

@@ -23,6 +23,7 @@ from ragtag.core.errors import LaunchError, RagtagError
 from ragtag.hub.connection import check_token, client_tls, drop_unacknowledged, silent_logger
 from ragtag.hub.frames import FRAME_LIMIT_BYTES
 from ragtag.hub.relay import PATH
+from ragtag.outer.codec import WorthlessDelta, decode
 from ragtag.outer.island import InFlight, IslandValues
 from ragtag.outer.protocol import (
     Attach,
@@ -50,7 +51,6 @@ from ragtag.outer.protocol import (
     pack,
 )
 from ragtag.outer.transfer import Incoming, TransferError, digest, pieces
-from ragtag.outer.values import WorthlessDelta, decode
 
 _FIRST_DELAY_S = 0.05
 _LAST_DELAY_S = 2.0

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ragtag.outer.codec import decode, encode
 from ragtag.outer.protocol import Codec, Offer
 from ragtag.outer.transfer import digest
-from ragtag.outer.values import decode, encode
 
 
 @dataclass

@@ -10,9 +10,10 @@ import msgspec
 import torch
 
 from ragtag.outer import rounds
+from ragtag.outer.codec import WorthlessDelta, decode, encoded_bytes
 from ragtag.outer.protocol import Codec, Fetch, Offer, Tempo
 from ragtag.outer.store import Model, Store
-from ragtag.outer.values import FragmentValues, WorthlessDelta, decode, encoded_bytes
+from ragtag.outer.values import FragmentValues
 from ragtag.watch.events import Contributed, Event, Exchanged
 
 _KEPT_UPDATES = 4
@@ -150,7 +151,7 @@ class Merging:
         round_, values = fragment.round, fragment.values
         assert round_ is not None, "nothing has come"
         codec: Codec = "fp32" if round_.final else tempo.codec
-        data = values.close(rate=tempo.rate * part, momentum=momentum, codec=codec)
+        data, norm = values.close(rate=tempo.rate * part, momentum=momentum, codec=codec)
         fragment.merged.update(fragment.sequences)
         if number == 0:
             self.step += fragment.samples / batch
@@ -166,7 +167,7 @@ class Merging:
                 inner_steps=tempo.inner_steps,
                 took_s=self._clock() - round_.began_s,
                 reason=reason,
-                norm=float(torch.linalg.vector_norm(decode(codec, data, values.values.numel()))),
+                norm=norm,
             )
         )
         fragment.round, fragment.parts, fragment.sequences, fragment.samples = None, [], {}, 0

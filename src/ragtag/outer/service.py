@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from ragtag.outer.codec import WorthlessDelta, decode
 from ragtag.outer.merging import Merging, why_wrong_size
 from ragtag.outer.protocol import (
     Attach,
@@ -40,7 +41,6 @@ from ragtag.outer.store import Model, Store, Tuned
 from ragtag.outer.store import Opened as OpenedRecord
 from ragtag.outer.tempo import Tuner
 from ragtag.outer.transfer import TransferError, digest, pieces
-from ragtag.outer.values import WorthlessDelta, decode
 from ragtag.watch.events import Event, IslandChanged
 
 log = logging.getLogger("ragtag.outer")

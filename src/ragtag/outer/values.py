@@ -11,61 +11,14 @@ from collections import deque
 
 import torch
 
-from ragtag.core.errors import RagtagError
+from ragtag.outer.codec import WorthlessDelta, decode, encode
 from ragtag.outer.protocol import Codec
 
-_BLOCK = 256
 _ABSURD = 100.0
 _REMEMBERED = 32
 _LEAST_REMEMBERED = 3
 OLDEST = 2
 """Rounds that a contribution may be late."""
-
-
-class WorthlessDelta(RagtagError, ValueError):
-    """A contribution that is not merged, and why."""
-
-
-def encode(codec: Codec, flat: torch.Tensor) -> bytes:
-    """`flat` (1-d fp32, in host memory) as it travels."""
-    if codec != "int4":
-        return flat.contiguous().numpy().tobytes()
-    blocks = _blocks(flat)
-    scale = blocks.abs().amax(1).div_(7)
-    steps = blocks.div(scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_().add_(8).to(torch.uint8)
-    packed = steps[:, 0::2] | steps[:, 1::2] << 4
-    return scale.numpy().tobytes() + packed.numpy().tobytes()
-
-
-def decode(codec: Codec, data: bytes | memoryview, numel: int) -> torch.Tensor:
-    """What `encode` made, as `numel` numbers in fp32.
-
-    Raises:
-        WorthlessDelta: the length does not fit.
-    """
-    num_blocks = -(-numel // _BLOCK)
-    expected = encoded_bytes(codec, numel)
-    if len(data) != expected:
-        raise WorthlessDelta(f"{len(data)} bytes of {codec} where {numel} numbers take {expected}: a wrong shape")
-    if not numel:
-        return torch.empty(0)
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if codec != "int4":
-        return raw.view(torch.float32)
-    scale = raw[: 4 * num_blocks].view(torch.float32)
-    packed = raw[4 * num_blocks :].view(num_blocks, _BLOCK // 2)
-    steps = torch.stack((packed & 15, packed >> 4), dim=2).view(num_blocks, _BLOCK)
-    return steps.float().sub_(8).mul_(scale[:, None]).view(-1)[:numel]
-
-
-def encoded_bytes(codec: Codec, numel: int) -> int:
-    """Bytes of `numel` numbers as they travel."""
-    return 4 * numel if codec != "int4" else -(-numel // _BLOCK) * (4 + _BLOCK // 2)
-
-
-def _blocks(flat: torch.Tensor) -> torch.Tensor:
-    missing = -flat.numel() % _BLOCK
-    return torch.nn.functional.pad(flat, (0, missing)).view(-1, _BLOCK)
 
 
 class FragmentValues:
@@ -128,8 +81,8 @@ class FragmentValues:
         self._steps += weight * steps if local_data else 0.0
         return weight
 
-    def close(self, *, rate: float, momentum: float, codec: Codec) -> bytes:
-        """Merge what was added, and return what it changed, as it travels.
+    def close(self, *, rate: float, momentum: float, codec: Codec) -> tuple[bytes, float]:
+        """Merge what was added, and return what it changed, as it travels, and its norm.
 
         m = momentum * m + Delta; values -= rate * (Delta + momentum * m): Nesterov's momentum as the outer optimizer
         (Douillard et al., "DiLoCo", 2023, arXiv 2311.08105, section 2).
@@ -142,6 +95,7 @@ class FragmentValues:
         change = delta.add_(self.momentum, alpha=momentum).mul_(-rate)
         data = encode(codec, change)
         self._sum, self._weight, self._steps = None, 0.0, 0.0
-        self.values += decode(codec, data, self.values.numel())
+        change = decode(codec, data, self.values.numel(), out=change)
+        self.values += change
         self.version += 1
-        return data
+        return data, float(torch.linalg.vector_norm(change))
