@@ -4,7 +4,8 @@
 
 Two network namespaces joined by a `tbf` (scripts/netns; needs root) stand for the sites; each has two emulated devices.
 Nothing is simulated in the data path: all bytes between the sites go through the limited link, those of islands through
-the hub's one port. Compute utilisation is the mean over devices of the seconds they compute, over the seconds from one
+the hub's one port. One site alone, with the same two devices and as many samples a device, shows what the outer loop
+itself costs. Compute utilisation is the mean over devices of the seconds they compute, over the seconds from one
 step's end to the next one's, in the last 40 steps in which both sites train.
 """
 
@@ -50,7 +51,7 @@ def worker(arguments: argparse.Namespace) -> None:
     model = ByteGPT(width=arguments.width, num_layers=arguments.layers, context=64)
     trainer = ragtag.Trainer(
         model,
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
         loss_fn,
         StandardLibrary(context=64),
         global_batch_size=arguments.batch,
@@ -129,6 +130,16 @@ def every_step(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]
     return finished(processes)[0]
 
 
+def alone(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """One site without the other: half of the devices, half of the batch."""
+    file = directory / "alone.toml"
+    file.write_text(devices("a", arguments.sample_ms))
+    half = argparse.Namespace(**{**vars(arguments), "batch": arguments.batch // 2})
+    command = [str(RAGTAG), "launch", "--no-page", "--quiet", "--emulate", str(file)]
+    command += ["--run-dir", tempfile.mkdtemp(dir=directory), *words(half, MEASURED + 20)]
+    return finished([in_site(0, command)])[0]
+
+
 def islands(arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     """Two islands, through the hub's port."""
     run = Path(tempfile.mkdtemp(dir=directory))
@@ -196,10 +207,11 @@ def main() -> None:
             netns("up", "2", f"{rate}mbit", NAME, BURST="32kb" if int(rate) < 100 else "64kb")
             try:
                 sync = every_step(arguments, Path(directory))
+                single = alone(arguments, Path(directory))
                 apart = islands(arguments, Path(directory))
             finally:
                 netns("down", "2", NAME)
-            found.append({"mbit_per_s": int(rate), "every_step": sync, "islands": apart})
+            found.append({"mbit_per_s": int(rate), "every_step": sync, "alone": single, "islands": apart})
             print(shown(found[-1]), file=sys.stderr, flush=True)
     if arguments.json:
         print(json.dumps(found))
@@ -211,6 +223,7 @@ def shown(row: dict[str, Any]) -> str:
         f"{row['mbit_per_s']} Mbit/s, {sync['parameters']:,} parameters",
         f"  every step: utilisation {sync['utilisation']:.1%}, {sync['step_s']:.3g} s a step, "
         f"{sync['samples_per_s']:.3g} samples/s",
+        f"  one site alone: utilisation {row['alone']['utilisation']:.1%}, {row['alone']['step_s']:.3g} s a step",
     ]
     lines += [
         f"  island {each['site']}: utilisation {each['utilisation']:.1%}, {each['step_s']:.3g} s a step "
