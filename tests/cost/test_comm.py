@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragtag.core.profile import LinkProfile
-from ragtag.cost.comm import LOOPBACK, all_gather_s, outer_loop_s, ring_all_reduce_s, send_s, vote_s, zero_s
+from ragtag.cost.comm import LOOPBACK, all_gather_s, ring_all_reduce_s, send_s, vote_s, zero_s
 
 
 def link(bandwidth, latency_s):
@@ -56,5 +56,4 @@ def test_zero_1_and_2_cost_an_all_reduce_and_zero_3_half_as_much_again():
 def test_the_vote_waits_for_the_farthest_pair():
     links = {frozenset("ab"): link(1e9, 0.01), frozenset("bc"): link(1e9, 0.2), frozenset("ca"): link(1e9, 0.03)}
     assert vote_s("abc", over(links)) == 0.2
-    assert outer_loop_s(3e9, "abc", over(links)) > 4
     assert all_gather_s(0, "abc", over(links)) == 0

@@ -6,7 +6,7 @@ import torch
 from ragtag.outer import rounds
 from ragtag.outer.codec import WorthlessDelta
 from ragtag.outer.protocol import Beat, Reading, Tempo, Wanted
-from ragtag.outer.tempo import Tuner, inner_steps_for, shares_for
+from ragtag.outer.tempo import Tuner, shares_for, slowest_exchange
 from ragtag.outer.values import FragmentValues
 from ragtag.runtime.islands.cut import Cut
 from ragtag.runtime.islands.pace import Pace
@@ -46,14 +46,14 @@ def beat(inner_s: float, outer_s: float, samples_per_s: float = 10.0) -> Beat:
 
 
 def test_inner_steps_hide_the_slowest_islands_exchange():
-    found = inner_steps_for({"a": beat(0.5, 1.0), "b": beat(0.5, 20.0)})
+    found = slowest_exchange({"a": beat(0.5, 1.0), "b": beat(0.5, 20.0)})
     assert found is not None
     assert found[0] == 50  # ceil(20 / (0.8 * 0.5))
     assert "b exchanges in 20 s" in found[1]
-    found = inner_steps_for({"a": beat(0.5, 1.0)})
+    found = slowest_exchange({"a": beat(0.5, 1.0)})
     assert found is not None
     assert found[0] == 10
-    assert inner_steps_for({"a": beat(0.5, 0.0)}) is None
+    assert slowest_exchange({"a": beat(0.5, 0.0)}) is None
 
 
 def test_the_tempo_follows_a_bandwidth_that_drops_and_a_speed_that_halves():

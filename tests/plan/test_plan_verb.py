@@ -64,7 +64,7 @@ def test_the_table_shows_candidates_the_choice_and_why_and_a_verdict_on_each(hom
     shown = planned(home).output
     for part in (
         "even shares",
-        "* 2 islands, exchange every 10 steps: the runtime cannot run an outer loop",
+        "2 islands, exchange every 10 steps",
         "chosen: replicated on 3 of 4 devices",
         "without laptop",
     ):

@@ -72,6 +72,10 @@ class Request:
     """Samples that pass a pipeline at a time, as planned."""
     checkpoint: str | None = None
     """Directory or URL for checkpoints; None: as the script says."""
+    island: str | None = None
+    """What this site is called among others, as said or planned; None: it is not one of several."""
+    mode: str = ""
+    """How islands merge, as planned; empty: as the script says."""
 
 
 def request(
@@ -87,6 +91,7 @@ def request(
     plan: Path | None = None,
     pin: bool = False,
     checkpoint: str | None = None,
+    island: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Request:
     """Return what the words of the command line ask for.
@@ -102,7 +107,11 @@ def request(
     if plan is not None:
         if shares is not None:
             raise SettingError(f"--shares {shares} and --plan {plan} both say the shares. Leave one of them out.")
-        planned = planned_run(plan, num_workers=num_workers, emulate=emulate, environ=environ)
+        planned = planned_run(plan, num_workers=num_workers, emulate=emulate, environ=environ, island=island)
+        if pin and planned.island:
+            raise SettingError(
+                "--pin keeps shares, and those of a plan of islands are found while it trains. Leave it out."
+            )
         num_workers, emulate = planned.num_workers, planned.emulate
     if emulate is not None:
         num_devices = len(load_cluster(emulate).expanded())
@@ -130,7 +139,7 @@ def request(
         all_output=all_output,
         logs=logs,
         emulate=emulate,
-        start_shares=planned.shares if planned is not None and not pin and not planned.stages else None,
+        start_shares=(planned.shares or None) if planned is not None and not pin and not planned.stages else None,
         micro_batches=None if planned is None else planned.micro_batches,
         recompute=() if planned is None else planned.recompute,
         layout=None if planned is None else planned.layout,
@@ -138,6 +147,8 @@ def request(
         stages=() if planned is None else planned.stages,
         stage_micro_batch=None if planned is None else planned.stage_micro_batch,
         checkpoint=checkpoint,
+        island=island if planned is None else planned.island or island,
+        mode="" if planned is None else planned.mode,
     )
 
 
@@ -218,6 +229,8 @@ def worker_environ(request: Request, environ: Mapping[str, str]) -> dict[str, st
         shared["RAGTAG_SHARES"] = ",".join(map(str, request.shares))
     if request.start_shares is not None:
         shared["RAGTAG_START_SHARES"] = ",".join(map(str, request.start_shares))
+    if request.mode:
+        shared["RAGTAG_MODE"] = request.mode
     if request.micro_batches is not None:
         sizes = ("none" if size is None else str(size) for size in request.micro_batches)
         shared["RAGTAG_START_MICRO_BATCH"] = ",".join(sizes)

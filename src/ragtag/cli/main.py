@@ -177,7 +177,9 @@ def launch(
         plan=plan,
         pin=pin,
         checkpoint=checkpoint,
+        island=island,
     )
+    island = wanted.island
     from ragtag.cli.elastic_request import elastic_request, is_elastic
     from ragtag.cli.run_directory import make_run_directory
 
@@ -438,7 +440,7 @@ def export(
     help="""Say which way to train on a cluster is fastest, why, and what each device adds or costs.
 
 TARGET is a cluster file (with what `ragtag profile` measured, or with speeds only), a profile, or a training script,
-which is measured first. Candidates that this ragtag cannot run yet are priced and marked.
+which is measured first.
 
 \b
 Examples:
@@ -447,6 +449,7 @@ Examples:
   ragtag plan train.py                                         measure here, then plan
   ragtag plan cluster.toml --profile p.json --what-if "+1 rtx3090" --what-if "link home=1Gbit/s"
   ragtag plan cluster.toml --profile p.json --what-if="-laptop"
+  ragtag plan cluster.toml --profile p.json --mode islands --from-run runs/latest
   ragtag plan cluster.toml --profile p.json --output plan.json
   ragtag launch --plan plan.json train.py
 """,
@@ -468,6 +471,17 @@ def plan(
     emulate: Annotated[
         Path | None, typer.Option("--emulate", help="Measure a script as the cluster in this file.", metavar="FILE")
     ] = None,
+    mode: Annotated[
+        str, typer.Option("--mode", help="auto, or only exact synchronisation, islands or async.")
+    ] = "auto",
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-run",
+            help="A run of this training: how its loss falls says what islands cost.",
+            metavar="DIR",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", help="Write the plan, for `ragtag launch --plan`.", metavar="FILE")
     ] = None,
@@ -485,6 +499,8 @@ def plan(
             gradient=gradient,
             what_if=tuple(what_if or ()),
             emulate=emulate,
+            mode=mode,
+            from_run=from_run,
         ),
         output=output,
         as_json=as_json,

@@ -18,16 +18,21 @@ from ragtag.cli.launch import request as launch_request
 from ragtag.cli.plan_match import check_devices, check_made_for
 from ragtag.cli.plan_table import show
 from ragtag.cli.profile import what_it_trains
+from ragtag.cli.run_directory import LOG_NAME
 from ragtag.core.cluster import Cluster, Device
 from ragtag.core.cluster_file import load_cluster
 from ragtag.core.errors import SettingError
 from ragtag.core.profile import Profile, load_profile
 from ragtag.core.quantities import parse_bytes
-from ragtag.cost.problem import Problem, assemble, profile_from_speeds
+from ragtag.core.values import DocumentError
+from ragtag.cost.problem import Mode, Problem, assemble, profile_from_speeds
 from ragtag.plan.file import plan_file, save_plan
+from ragtag.plan.loss_fall import loss_fall
 from ragtag.plan.search import Choice, search
 from ragtag.plan.verdict import Verdict, verdicts
 from ragtag.plan.what_if import apply_edit
+from ragtag.watch.events import Step
+from ragtag.watch.reader import Decoder, read_lines
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +45,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     gradient: str | None = None
     what_if: tuple[str, ...] = ()
     emulate: Path | None = None
+    mode: str = "auto"
+    from_run: Path | None = None
+    """Directory or event log of a run of this training, from which is read how its loss falls."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +69,7 @@ def run_plan(request: Request, *, output: Path | None, as_json: bool) -> None:
     """
     cluster, profile = _read(request)
     check_devices(profile, request.profile, cluster, _cluster_file(request))
-    found = answer(cluster, profile, request.what_if)
+    found = answer(cluster, profile, request.what_if, mode=_mode(request.mode), fall=_loss_fall(request.from_run))
     if output is not None:
         save_plan(plan_file(found.problem, found.choice), output)
     if as_json:
@@ -69,17 +77,25 @@ def run_plan(request: Request, *, output: Path | None, as_json: bool) -> None:
     else:
         show(found.problem, found.choice, found.verdicts, found.edits, found.before_samples_per_s, Console())
         if output is not None:
-            print(f"\nplan written to {output}: ragtag launch --plan {output} train.py")
+            at_each = ", at each site" if found.choice.best.has_outer_loop else ""
+            print(f"\nplan written to {output}: ragtag launch --plan {output} train.py{at_each}")
 
 
-def answer(cluster: Cluster, profile: Profile, edits: Sequence[str] = ()) -> Answer:
+def answer(
+    cluster: Cluster, profile: Profile, edits: Sequence[str] = (), *, mode: Mode = "auto", fall: float | None = None
+) -> Answer:
     """Return the choice for the cluster after `edits`, with verdicts on its devices."""
+
+    def posed() -> Problem:
+        problem = assemble(profile, cluster)
+        return msgspec.structs.replace(problem, mode=mode, loss_fall=problem.loss_fall if fall is None else fall)
+
     before = None
     if edits:
-        before = search(assemble(profile, cluster)).best.rate
+        before = search(posed()).best.rate
         for edit in edits:
             cluster, profile = apply_edit(edit, cluster, profile)
-    problem = assemble(profile, cluster)
+    problem = posed()
     choice = search(problem)
     return Answer(
         problem=problem,
@@ -105,6 +121,7 @@ def as_tree(found: Answer) -> dict[str, Any]:
                 "runnable": priced.runnable,
                 "chosen": index == found.choice.chosen,
                 "effective_samples_per_s": priced.rate,
+                "time_to_quality": found.choice.best.rate / priced.rate if priced.rate else None,
             }
             for index, priced in enumerate(found.choice.candidates)
         ],
@@ -113,6 +130,34 @@ def as_tree(found: Answer) -> dict[str, Any]:
             for verdict in found.verdicts
         ],
     }
+
+
+def _mode(text: str) -> Mode:
+    try:
+        return msgspec.convert(text, Mode)
+    except msgspec.ValidationError:
+        raise SettingError(f"--mode {text} is not valid. Expected auto, exact, islands or async.") from None
+
+
+def _loss_fall(run: Path | None) -> float | None:
+    if run is None:
+        return None
+    file = run / LOG_NAME if run.is_dir() else run
+    samples: list[float] = []
+    losses: list[float] = []
+    total = 0
+    decoder = Decoder()
+    try:
+        for line in read_lines(file):
+            event = decoder.decode(line)
+            if isinstance(event, Step):
+                total += event.samples
+                if event.loss is not None:
+                    samples.append(float(total))
+                    losses.append(event.loss)
+        return loss_fall(samples, losses)
+    except (DocumentError, SettingError) as error:
+        raise SettingError(f"--from-run {run}: {error}") from None
 
 
 def _read(request: Request) -> tuple[Cluster, Profile]:

@@ -41,6 +41,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     unit: int = 1
     inner_steps: int = 0
     """Islands: steps between two outer exchanges."""
+    asynchronous: bool = False
+    """Islands: what comes is merged when it comes."""
+    note: str = ""
+    """What it rests on, in words."""
     not_yet: str = ""
     """What the runtime cannot do yet; empty: it can run this."""
 

@@ -74,16 +74,6 @@ def send_s(num_bytes: float, host: str, other: str, link: LinkBetween, *, loopba
     return between.latency_s + num_bytes / between.bandwidth_bytes_per_s
 
 
-def outer_loop_s(
-    num_bytes: float, islands: Sequence[str], link: LinkBetween, *, loopback: LinkProfile = LOOPBACK
-) -> float:
-    """Return the seconds of one outer exchange between `islands` (one host of each), by a ring over them.
-
-    `num_bytes` is what one island sends: an int4 pseudo-gradient is an eighth of fp32 parameters.
-    """
-    return ring_all_reduce_s(num_bytes, islands, link, loopback=loopback)
-
-
 def vote_s(hosts: Sequence[str], link: LinkBetween, *, loopback: LinkProfile = LOOPBACK) -> float:
     """Return the seconds until every rank has every other's ballot: the largest latency between any two hosts."""
     if len(hosts) < 2:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import exp
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,7 @@ from ragtag.core.errors import SettingError, did_you_mean
 from ragtag.core.profile import Block, DeviceProfile, LinkProfile, ModelFacts, Profile, Timing
 from ragtag.cost.comm import LOOPBACK
 from ragtag.cost.device import constant_s, largest_micro_batch, time_s
+from ragtag.cost.outer import USUAL_LOSS_FALL
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +30,9 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """Its measurements, under its own name; equal devices have equal ones but for name and UUID."""
 
 
+Mode = Literal["auto", "exact", "islands", "async"]
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What a planner needs to know. `ranks` in the order of the cluster file."""
 
@@ -38,6 +43,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     blocks: tuple[Block, ...] = ()
     bucket_bytes: int = 4 << 20
     """As `Config.bucket_bytes`: gradients are reduced in pieces of this size, behind the backward."""
+    mode: Mode = "auto"
+    """As `Config.mode`: which ways of synchronising are looked at."""
+    loss_fall: float = USUAL_LOSS_FALL
+    """S / L = -dL / dln(samples) / L of the run: what a loss that is higher costs in samples."""
 
     @cached_property
     def link(self) -> Callable[[str, str], LinkProfile | None]:

@@ -13,8 +13,9 @@ import msgspec
 from ragtag.core.cluster import Cluster
 from ragtag.core.profile import DeviceProfile, Profile
 from ragtag.cost.candidate import Candidate, DevicePrediction, Part, Prediction
-from ragtag.cost.comm import outer_loop_s, vote_s, zero_s
+from ragtag.cost.comm import vote_s, zero_s
 from ragtag.cost.device import backward_s, constant_s, curve, even_s, memory_bytes, time_s
+from ragtag.cost.outer import INT4_PART, exchange_s, exposed_s, progress
 from ragtag.cost.pipeline import folded, pipeline_step
 from ragtag.cost.problem import Problem, Rank, assemble
 from ragtag.cost.reduction import Line, bucket_rings_s, lines
@@ -67,7 +68,7 @@ def predict_on(problem: Problem, candidate: Candidate) -> Prediction:
         eta=rate / problem.summed_solo_samples_per_s,
         comm_s=comm_s,
         noise_s=noise_s,
-        sample_efficiency=_sample_efficiency(candidate),
+        sample_efficiency=_sample_efficiency(problem, candidate),
         devices=tuple(
             DevicePrediction(
                 device=rank.name,
@@ -196,23 +197,29 @@ def _exposed_s(problem: Problem, candidate: Candidate, ranks: Sequence[Rank], en
 
 
 def _outer_s(problem: Problem, candidate: Candidate, ranks: Sequence[Rank], inner_s: float) -> float:
-    """What a streamed outer exchange adds to each inner step: nothing while 0.8 of the inner steps' time hide it."""
+    """What a streamed outer exchange adds to each inner step."""
     if candidate.layout != "islands":
         return 0.0
+    num_bytes = problem.model.parameter_bytes * INT4_PART
+    exchange = exchange_s(num_bytes, island_hosts(candidate, ranks), problem.link)
+    return exposed_s(exchange, candidate.inner_steps, inner_s)
+
+
+def island_hosts(candidate: Candidate, ranks: Sequence[Rank]) -> list[str]:
+    """Return the host of the first rank of each island."""
     hosts: dict[int, str] = {}
     for rank, part in zip(ranks, candidate.parts):
         hosts.setdefault(part.island, rank.host)
-    exchange_s = outer_loop_s(problem.model.parameter_bytes / 8, list(hosts.values()), problem.link)
-    return max(exchange_s - 0.8 * candidate.inner_steps * inner_s, 0.0) / candidate.inner_steps
+    return list(hosts.values())
 
 
-def _sample_efficiency(candidate: Candidate) -> float:
-    """exp(-dL / S) with dL / L = k (M - 1) (H / 25)^0.4 + 1e-4 (M - 1) tau, k = 0.0036, S / L = 0.042, tau = H / 5.
-
-    Fitted to our own runs of 0.234 M parameters; larger models lose less (docs/plan.md).
-    """
+def _sample_efficiency(problem: Problem, candidate: Candidate) -> float:
     if candidate.layout != "islands":
         return 1.0
-    others = len({part.island for part in candidate.parts}) - 1
-    steps = candidate.inner_steps
-    return exp(-(0.0036 * others * (steps / 25) ** 0.4 + 1e-4 * others * steps / 5) / 0.042)
+    return progress(
+        problem.model.parameter_bytes / 4,
+        len({part.island for part in candidate.parts}),
+        candidate.inner_steps,
+        problem.loss_fall,
+        asynchronous=candidate.asynchronous,
+    )

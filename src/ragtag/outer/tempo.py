@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from ragtag.core.inner_steps import HIDDEN, LEAST_INNER_STEPS, inner_steps_for
 from ragtag.outer.protocol import Beat, Reading, Tempo, Wanted
 from ragtag.watch.events import Event, Guarded, Retuned
 
-LEAST_INNER_STEPS = 10
 _FIRST_INNER_STEPS = 25
-_HIDDEN = 0.8
-"""Part of the time between two exchanges that an exchange may take."""
 _SLOWER, _FASTER = 1.1, 0.7
 """H moves when what it should be is beyond these multiples of it."""
 _SHARE_MOVES = 0.1
@@ -26,19 +24,16 @@ _BEYOND_NOISE = 3.0
 _LEAST_RATE = 0.35
 
 
-def inner_steps_for(beats: Mapping[str, Beat]) -> tuple[int, str] | None:
-    """H and why; None: nothing is measured yet.
-
-    H = max(10, ceil(outer time / (0.8 * inner step time))), of the island for which that is largest.
-    """
+def slowest_exchange(beats: Mapping[str, Beat]) -> tuple[int, str] | None:
+    """H and why, of the island for which it is largest; None: nothing is measured yet."""
     best: tuple[int, str] | None = None
     for name, beat in sorted(beats.items()):
         if beat.inner_s <= 0 or beat.outer_s <= 0:
             continue
-        steps = max(LEAST_INNER_STEPS, math.ceil(beat.outer_s / (_HIDDEN * beat.inner_s)))
+        steps = inner_steps_for(beat.outer_s, beat.inner_s)
         if best is None or steps > best[0]:
             why = f"{name} exchanges in {beat.outer_s:.3g} s and takes {beat.inner_s:.3g} s a step"
-            best = steps, f"{why}: max({LEAST_INNER_STEPS}, outer / ({_HIDDEN} * inner)) = {steps}"
+            best = steps, f"{why}: max({LEAST_INNER_STEPS}, outer / ({HIDDEN} * inner)) = {steps}"
     return best
 
 
@@ -82,7 +77,7 @@ class Tuner:
     def measured(self, beats: Mapping[str, Beat], tell: Callable[[Event], None]) -> None:
         """Islands say how they are."""
         now = self.tempo
-        found = None if self._wanted.inner_steps or now.blocking else inner_steps_for(beats)
+        found = None if self._wanted.inner_steps or now.blocking else slowest_exchange(beats)
         steps, reason = now.inner_steps, now.reason
         if found is not None:
             wanted = found[0] if self._ceiling is None else min(found[0], self._ceiling)

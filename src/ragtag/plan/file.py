@@ -31,6 +31,9 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """Its slice of the model's state; None: it holds all of it."""
     blocks: tuple[int, int] | None = None
     """In a pipeline: the first block of its stage and the one after its last."""
+    host: str = ""
+    island: str = ""
+    """Host of the first device of its island; empty: there are none."""
     takes_part: bool = True
     memory_bytes: int | None = None
 
@@ -44,9 +47,20 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     predicted_step_s: float
     predicted_samples_per_s: float
     reason: str
+    mode: str = ""
+    """`Config.mode` of a plan of islands; empty: it is none."""
     unit: int = 1
     not_yet: str = ""
     """What the runtime cannot do yet; empty: it can run this plan."""
+
+    @property
+    def islands(self) -> dict[str, tuple[PlannedDevice, ...]]:
+        """The devices of each island that take part, by its name; the first one starts the run."""
+        found: dict[str, tuple[PlannedDevice, ...]] = {}
+        for device in self.devices:
+            if device.takes_part and device.island:
+                found[device.island] = (*found.get(device.island, ()), device)
+        return found
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -104,6 +118,10 @@ def plan_file(problem: Problem, choice: Choice) -> PlanFile:
         samples = {part.device: 0 for part in candidate.parts} | {
             candidate.parts[-1].device: candidate.parts[-1].samples
         }
+    hosts = [problem.by_name[part.device].host for part in candidate.parts]
+    first: dict[int, str] = {}
+    for part, host in zip(candidate.parts, hosts):
+        first.setdefault(part.island, host)
     return PlanFile(
         layout=candidate.layout,
         global_batch_size=problem.global_batch_size,
@@ -116,6 +134,8 @@ def plan_file(problem: Problem, choice: Choice) -> PlanFile:
                 recompute=rank.name in parts and parts[rank.name].recompute,
                 state_bytes=parts[rank.name].state_bytes if rank.name in parts else None,
                 blocks=parts[rank.name].blocks if rank.name in parts else None,
+                host=rank.host,
+                island=first[parts[rank.name].island] if candidate.layout == "islands" and rank.name in parts else "",
                 takes_part=rank.name in parts,
                 memory_bytes=memory.get(rank.name),
             )
@@ -124,6 +144,7 @@ def plan_file(problem: Problem, choice: Choice) -> PlanFile:
         predicted_step_s=prediction.step_s,
         predicted_samples_per_s=prediction.samples_per_s,
         reason=choice.reason,
+        mode="async" if candidate.asynchronous else "islands" if candidate.layout == "islands" else "",
         unit=candidate.unit,
         not_yet=candidate.not_yet,
     )

@@ -4,52 +4,69 @@ The one idea: cut the cluster at its slowest links. Inside, shares are found as 
 hides behind computing, and costs progress per sample instead of time (DESIGN.md, section 8).
 """
 
+from collections.abc import Iterator
 from itertools import combinations
-from math import ceil
 
 import msgspec
 
+from ragtag.core.inner_steps import inner_steps_for
 from ragtag.cost.candidate import Candidate
-from ragtag.cost.comm import LOOPBACK, outer_loop_s
+from ragtag.cost.comm import LOOPBACK
+from ragtag.cost.outer import INT4_PART, exchange_s
 from ragtag.cost.problem import Problem
-from ragtag.cost.step import predict_on
+from ragtag.cost.step import island_hosts, predict_on
 from ragtag.plan.replicated import Solver, Way
 
-_FEWEST_INNER_STEPS = 10
 _CUTS_TRIED = 3
 _MOST_ISLANDS = 8
 """Progress per sample falls with every island; more than these have never paid (ALGORITHMS.md)."""
 
 
-def islands(problem: Problem) -> Candidate | None:
-    """Return the best candidate with islands; None: there is no slower link to cut at."""
+def islands(problem: Problem) -> tuple[Candidate, ...]:
+    """Return the best way to train as islands, and the same one asynchronously; empty: there is no slower link to cut
+    at. With three islands or more, leaving one out is tried as well."""
     best: tuple[float, Candidate] | None = None
     for owner in _partitions(problem):
-        solver = Solver(
-            problem, Way(name="islands", own_size=True, not_yet="an outer loop between islands"), islands=owner
-        )
-        candidate = solver.candidate(tuple(range(len(problem.ranks))))
-        if candidate is None:
-            continue
-        candidate = _with_inner_steps(problem, candidate)
-        rate = predict_on(problem, candidate).effective_samples_per_s
-        if best is None or rate > best[0]:
-            best = (rate, candidate)
-    return None if best is None else best[1]
+        solver = Solver(problem, Way(name="islands", own_size=True), islands=owner)
+        for subset in _with_and_without(owner):
+            candidate = solver.candidate(subset)
+            if candidate is None or len({part.island for part in candidate.parts if part.samples}) < 2:
+                continue
+            candidate = _with_inner_steps(problem, candidate)
+            rate = predict_on(problem, candidate).effective_samples_per_s
+            if best is None or rate > best[0]:
+                best = (rate, candidate)
+    if best is None:
+        return ()
+    asynchronous = msgspec.structs.replace(best[1], name=f"{best[1].name}, asynchronous", asynchronous=True)
+    return best[1], asynchronous
+
+
+def _with_and_without(owner: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All ranks; then, where two islands remain, those without each island."""
+    yield tuple(range(len(owner)))
+    if len(set(owner)) > 2:
+        for left_out in sorted(set(owner)):
+            yield tuple(rank for rank, island in enumerate(owner) if island != left_out)
 
 
 def _with_inner_steps(problem: Problem, candidate: Candidate) -> Candidate:
-    """H = max(10, outer exchange / (0.8 inner step)): the fewest steps that hide the exchange."""
-    hosts: dict[int, str] = {}
-    for part in candidate.parts:
-        hosts.setdefault(part.island, problem.by_name[part.device].host)
-    exchange_s = outer_loop_s(problem.model.parameter_bytes / 8, list(hosts.values()), problem.link)
+    """The fewest steps that hide the exchange."""
+    hosts = island_hosts(candidate, [problem.by_name[part.device] for part in candidate.parts])
+    plain_s = exchange_s(problem.model.parameter_bytes, hosts, problem.link)
+    packed_s = exchange_s(problem.model.parameter_bytes * INT4_PART, hosts, problem.link)
     free = msgspec.structs.replace(candidate, inner_steps=1 << 40)
     inner_s = predict_on(problem, free).step_s
-    steps = max(_FEWEST_INNER_STEPS, ceil(exchange_s / (0.8 * inner_s)))
-    return msgspec.structs.replace(
+    steps = inner_steps_for(packed_s, inner_s)
+    candidate = msgspec.structs.replace(
         candidate, name=f"{len(hosts)} islands, exchange every {steps} steps", inner_steps=steps
     )
+    counts = predict_on(problem, candidate).sample_efficiency
+    note = (
+        f"{', '.join(hosts)} exchange in {packed_s:.3g} s in int4, behind {steps} steps of {inner_s:.3g} s (in fp32: "
+        f"{plain_s:.3g} s, {inner_steps_for(plain_s, inner_s)} steps); a sample counts {counts:.2f} of an exact one"
+    )
+    return msgspec.structs.replace(candidate, note=note)
 
 
 def _partitions(problem: Problem) -> list[tuple[int, ...]]:

@@ -24,6 +24,8 @@ OWN_SIZES = Way(name="replicated, own micro-batch", own_size=True)
 _RECOMPUTE = Way(name="replicated, recompute", own_size=True, recompute=True)
 _SAME = 1e-3
 """Rates within this part of each other count as equal: the simpler candidate, named first, is taken."""
+EXACT_BELOW = 0.15
+"""Exact synchronisation that costs less than this part of the speed is never given up for an outer loop."""
 _LARGE = 200
 """From so many devices on, the variants of a layout look only at the subset that the layout itself chose."""
 
@@ -41,6 +43,11 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
     def runnable(self) -> bool:
         """Whether `ragtag launch` can run it."""
         return self.candidate is not None and not self.candidate.not_yet
+
+    @property
+    def has_outer_loop(self) -> bool:
+        """Whether devices synchronise exactly within islands only."""
+        return self.candidate is not None and self.candidate.layout == "islands"
 
     @property
     def rate(self) -> float:
@@ -91,14 +98,9 @@ def search(problem: Problem) -> Choice:
         )
     )
     if len({rank.host for rank in problem.ranks}) > 1:
-        candidates.append(
-            price(
-                problem,
-                islands(problem),
-                "islands",
-                "no slower links that cut the cluster into a few parts, or a part is too small",
-            )
-        )
+        no_cut = "no slower links that cut the cluster into a few parts, or a part is too small"
+        found = [price(problem, each, each.name) for each in islands(problem)]
+        candidates += found or [Priced(name="islands", why_not=no_cut)]
     return _choose(problem, candidates)
 
 
@@ -165,13 +167,42 @@ def _choose(problem: Problem, candidates: Sequence[Priced]) -> Choice:
             + "; ".join(f"{one.name}: {one.why_not}" for one in candidates[1:] if one.name != "even shares (as DDP)")
             + ". Add memory or devices, take a smaller model, or profile with recompute."
         )
-    runnable = [index for index in feasible if candidates[index].runnable]
-    fastest = max(candidates[index].rate for index in runnable or feasible)
-    chosen = next(index for index in runnable or feasible if candidates[index].rate >= fastest * (1 - _SAME))
-    return Choice(candidates=tuple(candidates), chosen=chosen, reason=_reason(problem, candidates, chosen, runnable))
+    asked = [index for index in feasible if _is_asked_for(problem, candidates[index])]
+    if not asked:
+        why = next((one.why_not for one in candidates if one.name == "islands"), "all devices are on one host")
+        raise SettingError(f'mode = "{problem.mode}" does not fit this cluster: {why}.')
+    runnable = [index for index in asked if candidates[index].runnable] or asked
+    chosen = _fastest(candidates, runnable)
+    exact = [index for index in runnable if not candidates[index].has_outer_loop]
+    if candidates[chosen].has_outer_loop and exact:
+        fastest = _fastest(candidates, exact)
+        if cost_of_exact(candidates[fastest], candidates[chosen]) < EXACT_BELOW:
+            chosen = fastest
+    return Choice(candidates=tuple(candidates), chosen=chosen, reason=_reason(problem, candidates, chosen))
 
 
-def _reason(problem: Problem, candidates: Sequence[Priced], chosen: int, runnable: Sequence[int]) -> str:
+def cost_of_exact(exact: Priced, outer: Priced) -> float:
+    """Return what part of the speed that islands have, whose links cost nothing, exact synchronisation gives away: by
+    waiting for links, or by leaving devices out."""
+    assert outer.prediction is not None
+    return 1 - exact.rate / outer.prediction.samples_per_s
+
+
+def _is_asked_for(problem: Problem, priced: Priced) -> bool:
+    candidate = priced.candidate
+    assert candidate is not None
+    if problem.mode == "auto":
+        return True
+    kind = "exact" if not priced.has_outer_loop else "async" if candidate.asynchronous else "islands"
+    return kind == problem.mode
+
+
+def _fastest(candidates: Sequence[Priced], among: Sequence[int]) -> int:
+    fastest = max(candidates[index].rate for index in among)
+    return next(index for index in among if candidates[index].rate >= fastest * (1 - _SAME))
+
+
+def _reason(problem: Problem, candidates: Sequence[Priced], chosen: int) -> str:
     best = candidates[chosen]
     candidate, prediction = best.candidate, best.prediction
     assert candidate is not None
@@ -188,17 +219,33 @@ def _reason(problem: Problem, candidates: Sequence[Priced], chosen: int, runnabl
         whole = next((one for one in candidates if one.name == "replicated, all devices" and one.rate), None)
         cost = "" if whole is None or whole is best else f" (with all: {_percent(whole.rate / best.rate - 1)})"
         parts.append(f"without {named}{cost}")
-    if not runnable:
+    if not best.runnable:
         parts.append(f"nothing that the runtime can run fits: {candidates[0].why_not}")
+    if candidate.note:
+        parts.append(candidate.note)
+    if problem.mode != "auto":
+        parts.append(f'as mode = "{problem.mode}" asks')
     others = [one for one in candidates if one is not best and one.rate]
     if others:
         second = max(others, key=lambda one: one.rate)
         difference = _percent(second.rate / best.rate - 1)
-        if second.rate > best.rate * (1 + _SAME):
-            parts.append(f"{second.name} would be {difference}, but {second.why_not}")
-        else:
+        if second.rate <= best.rate * (1 + _SAME):
             parts.append(f"next: {second.name}, {difference}")
+        elif second.why_not or problem.mode != "auto":
+            parts.append(f"{second.name} would be {difference}, but {second.why_not or 'is not asked for'}")
+        else:
+            parts.append(
+                f"{second.name} would be {difference} in progress per second by a fit, but exact synchronisation costs "
+                f"{_percent(cost_of_exact(best, second))[1:]} of the speed here, and is kept below {EXACT_BELOW:.0%}"
+            )
+    if not best.has_outer_loop:
+        outer = [one for one in others if one.has_outer_loop and one.candidate and not one.candidate.asynchronous]
+        parts += [f"{one.name}: {_percent(one.rate / best.rate - 1)} ({_note(one)})" for one in outer]
     return "; ".join(parts)
+
+
+def _note(priced: Priced) -> str:
+    return "" if priced.candidate is None else priced.candidate.note
 
 
 def _percent(part: float) -> str:
