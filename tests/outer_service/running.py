@@ -195,7 +195,7 @@ class Island:
         )
 
     def await_stage(self, stage: str) -> None:
-        assert self.client.wait(lambda: self.client.stage == stage, LONG_S), self.client.trouble
+        assert self.client.wait(lambda: self.client.talk.stage == stage, LONG_S), self.client.talk.trouble
 
     def give(self, values: Sequence[torch.Tensor], *, state: bytes = b"state", step: int = 0) -> None:
         """Be the first: these are the values that all begin with."""
@@ -209,11 +209,11 @@ class Island:
         """Begin with what the hub has; return the state."""
         self.await_stage("open")
         self.client.fetch_all()
-        assert self.client.wait(lambda: self.client.values.begun, LONG_S), self.client.trouble
-        self.own = [each.clone() for each in self.client.values.values]
-        assert self.client.state is not None
+        assert self.client.wait(lambda: self.client.talk.values.begun, LONG_S), self.client.talk.trouble
+        self.own = [each.clone() for each in self.client.talk.values.values]
+        assert self.client.talk.state is not None
         self._train()
-        return self.client.state
+        return self.client.talk.state
 
     def _train(self) -> None:
         """Be one of those who are waited for."""
@@ -223,7 +223,7 @@ class Island:
         self.client.say(beat)
         # Once this is answered, the hub has heard the other.
         self.client.fetch_all(state=False)
-        assert self.client.wait(lambda: not self.client.fetching, LONG_S), self.client.trouble
+        assert self.client.wait(lambda: not self.client.talk.fetching, LONG_S), self.client.talk.trouble
 
     def send(self, fragment: int, *, tokens: float = 8.0, samples: int = 8, steps: int = 1, codec="fp32", **about):
         self.step += steps
@@ -232,20 +232,20 @@ class Island:
 
     def await_version(self, fragment: int, version: int) -> None:
         """Wait for it and add what has arrived."""
-        values = self.client.values
+        values = self.client.talk.values
 
         def here() -> bool:
             return values.begun and values.versions[fragment] >= version
 
-        assert self.client.wait(here, LONG_S), (self.client.trouble, values.versions)
+        assert self.client.wait(here, LONG_S), (self.client.talk.trouble, values.versions)
         self.add()
 
     def add(self) -> None:
         with self.client.lock:
-            while arrivals := self.client.values.arrivals:
+            while arrivals := self.client.talk.values.arrivals:
                 for fragment, correction in arrivals.items():
                     self.own[fragment] += correction
-                self.client.values.added(list(arrivals))
+                self.client.talk.values.added(list(arrivals))
 
     def close(self) -> None:
         assert self.client.close()

@@ -87,7 +87,7 @@ def test_the_guard_halves_steps_then_the_rate_then_asks_for_exact_synchronisatio
     tuner = Tuner(Wanted(), Tempo(inner_steps=30))
     seen = []
     for _ in range(6):
-        for _ in range(4):
+        for _ in range(8):
             tuner.read("a", reading(0.5), told.append)
         news = tuner.take_news()
         seen.append((news.inner_steps, news.rate))
@@ -172,9 +172,9 @@ def test_fragments_are_sent_in_turn_and_early_where_another_island_was_first():
             sent.setdefault(fragment, []).append(committed)
             pace.sent(fragment, committed)
     assert sent == {0: [105, 125], 1: [110, 130], 2: [115, 135], 3: [120, 140]}
-    assert pace.due(140, 20, opened={0: 1}, versions=versions) == []
-    assert pace.due(141, 20, opened={0: 1}, versions=versions) == [0]  # 16 steps of 20
-    assert pace.due(141, 20, opened={0: 2}, versions=versions) == []  # of a version that is not here yet
+    assert pace.due(134, 20, opened={0: 1}, versions=versions) == []
+    assert pace.due(135, 20, opened={0: 1}, versions=versions) == [0]  # 10 steps of 20
+    assert pace.due(135, 20, opened={0: 2}, versions=versions) == []  # of a version that is not here yet
 
 
 def test_every_step_everything_where_inner_steps_is_one():

@@ -178,7 +178,7 @@ def test_an_island_that_was_away_for_three_rounds_comes_back_with_an_old_state(r
         link.mend()
         assert "older than 2 rounds" in said(running, "refused", "cloud")
         cloud.await_version(0, 4)
-        assert torch.equal(cloud.client.values.values[0], home.client.values.values[0])
+        assert torch.equal(cloud.client.talk.values.values[0], home.client.talk.values.values[0])
         # What it had done is still in its own values, and goes with its next delta.
         assert torch.allclose(cloud.own[0], home.own[0] + 0.5, atol=1e-5)
         cloud.send(0)
@@ -197,7 +197,7 @@ def test_an_island_that_was_away_for_longer_fetches_the_values_whole(running, ho
             goes_on(home, version)
         link.mend()
         cloud.await_version(0, 8)
-        assert torch.equal(cloud.client.values.values[0], home.client.values.values[0])
+        assert torch.equal(cloud.client.talk.values.values[0], home.client.talk.values.values[0])
         assert torch.allclose(cloud.own[0], home.own[0], atol=1e-5)
 
 
@@ -225,7 +225,7 @@ def test_bytes_changed_on_the_way_are_noticed_and_sent_again(tmp_path):
             home.send(0)
             cloud.await_version(0, 2)
             home.await_version(0, 2)
-            assert torch.equal(cloud.client.values.values[0], home.client.values.values[0])
+            assert torch.equal(cloud.client.talk.values.values[0], home.client.talk.values.values[0])
 
 
 def test_a_link_that_stalls_holds_up_nobody_else(tmp_path):
@@ -259,14 +259,14 @@ def test_the_outer_process_ends_and_comes_back_from_its_journal(running, home):
         # One contribution is there, and is lost with the process.
         home.own[0] -= 1.0
         home.send(0, tokens=24.0)
-        flights = home.client.values.in_flight
+        flights = home.client.talk.values.in_flight
         assert home.client.wait(lambda: 0 in flights and flights[0].taken, LONG_S)
         running.stop_outer()
         running.start_outer()
         service = running.service
         assert service.merging.fragments[0].values.version == 2
         assert torch.equal(service.merging.fragments[0].values.momentum, momentum)
-        assert torch.equal(service.merging.fragments[0].values.values, cloud.client.values.values[0])
+        assert torch.equal(service.merging.fragments[0].values.values, cloud.client.talk.values.values[0])
         eventually(lambda: set(service.islands) == {"home", "cloud"})
         cloud.send(0)
         for island in (home, cloud):

@@ -16,11 +16,13 @@ def _values(numel=(300, 7), seed=0):
 def test_the_second_island_begins_with_the_values_and_the_state_of_the_first(tmp_path):
     with outer_loop(tmp_path) as running, Island(running.port, "home") as home, Island(running.port, "cloud") as cloud:
         values = _values()
-        first, second = (home, cloud) if home.client.wait(lambda: home.client.stage == "alone", 1.0) else (cloud, home)
+        first, second = (
+            (home, cloud) if home.client.wait(lambda: home.client.talk.stage == "alone", 1.0) else (cloud, home)
+        )
         first.give(values, state=b"s" * 200_000, step=5)
         assert second.take() == b"s" * 200_000
         assert all(torch.equal(own, value) for own, value in zip(second.own, values))
-        assert second.client.step == 5
+        assert second.client.talk.step == 5
 
 
 def test_a_merge_is_weighted_by_tokens_and_added_where_training_went_on(tmp_path):
@@ -61,7 +63,7 @@ def test_hub_and_islands_hold_the_same_bits(tmp_path, codec):
                         island.await_version(fragment, version)
             hub = running.service.merging.fragments
             for fragment in (0, 1):
-                values = [island.client.values.values[fragment] for island in (home, cloud)]
+                values = [island.client.talk.values.values[fragment] for island in (home, cloud)]
                 assert torch.equal(values[0], values[1])
                 assert torch.equal(values[0], hub[fragment].values.values)
                 # All that was done is in the merge, so nothing of an island's own is left.

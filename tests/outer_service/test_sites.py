@@ -103,7 +103,6 @@ def parts(site: Site) -> list[Contributed]:
     return [part for event in site.events() if isinstance(event, Exchanged) for part in event.islands]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_two_sites_train_one_model_and_end_with_the_same_values(tmp_path):
     with two_sites(tmp_path, steps=500) as (home, cloud):

@@ -41,7 +41,7 @@ def test_islands_come_through_tls(tmp_path, monkeypatch):
                 island.send(0)
             for island in (home, cloud):
                 island.await_version(0, 2)
-            assert torch.equal(home.client.values.values[0], cloud.client.values.values[0])
+            assert torch.equal(home.client.talk.values.values[0], cloud.client.talk.values.values[0])
 
 
 @pytest.mark.parametrize("trusted", ["other.crt", ""])
@@ -51,9 +51,11 @@ def test_nobody_comes_in_the_clear_or_to_another_certificate(tmp_path, monkeypat
     monkeypatch.setenv("RAGTAG_OUTER_TLS", str(tmp_path / trusted) if trusted else "")
     with outer_loop(tmp_path, tls=server_tls(own, None)) as running:
         stranger = Island(running.port, "home")
-        said = eventually(lambda: None if "no connection" in stranger.client.trouble else stranger.client.trouble)
+        said = eventually(
+            lambda: None if "no connection" in stranger.client.talk.trouble else stranger.client.talk.trouble
+        )
         assert not trusted or "certificate" in said.lower()
-        assert not stranger.client.stage
+        assert not stranger.client.talk.stage
         stranger.close()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from ragtag.outer.admission import NAME_LIMIT, why_denied
 from ragtag.outer.codec import WorthlessDelta, decode
 from ragtag.outer.merging import Merging, why_wrong_size
 from ragtag.outer.protocol import (
@@ -46,8 +47,6 @@ from ragtag.watch.events import Event, IslandChanged
 log = logging.getLogger("ragtag.outer")
 
 _STATE_LIMIT_BYTES = 1 << 36
-_MOST_FRAGMENTS = 1024
-_NAME_LIMIT = 64
 
 
 class Service:
@@ -168,9 +167,9 @@ class Service:
     # Coming and going
 
     def _attach(self, session: Session, frame: Attach) -> None:
-        reason = self._why_not(frame)
+        reason = why_denied(frame, self._model, run=self._run, version=self._version)
         if reason:
-            self._changed(frame.island[:_NAME_LIMIT] or session.caller, "denied", reason)
+            self._changed(frame.island[:NAME_LIMIT] or session.caller, "denied", reason)
             session.say(Denied(reason=reason))
             session.close(reason)
             return
@@ -206,26 +205,6 @@ class Service:
         )
         words = {"open": "trains with the others", "alone": "warms up alone", "wait": "waits for the warm-up"}
         self._changed(frame.island, "attached", f"from {session.caller}, at step {frame.step}: {words[stage]}")
-
-    def _why_not(self, frame: Attach) -> str:
-        model = self._model
-        if frame.run != self._run:
-            return f"it is of the run '{frame.run[:_NAME_LIMIT]}', and this is '{self._run}'"
-        if frame.version != self._version:
-            return f"it has ragtag {frame.version[:_NAME_LIMIT]}, and the hub has {self._version}"
-        if not 0 < len(frame.island) <= _NAME_LIMIT or not frame.island.isprintable():
-            return f"an island's name has 1 to {_NAME_LIMIT} printable characters"
-        if not 0 < len(frame.numel) <= _MOST_FRAGMENTS or min(frame.numel) < 0:
-            return f"it cuts its model into {len(frame.numel)} fragments"
-        if model is None:
-            return ""
-        if (frame.model, frame.numel) != (model.model, model.numel):
-            return f"its model has other parameters ({sum(frame.numel)} numbers, and here are {sum(model.numel)})"
-        if frame.data != model.data:
-            return f'its data is "{frame.data}", and the first island\'s is "{model.data}"'
-        if frame.batch != model.batch:
-            return f"its global batch is {frame.batch}, and the first island's is {model.batch}"
-        return ""
 
     def _pass_on_warm_up(self) -> None:
         waiting = next(iter(self._sessions), None)

@@ -18,8 +18,9 @@ _FIRST_INNER_STEPS = 25
 _SLOWER, _FASTER = 1.1, 0.7
 """H moves when what it should be is beyond these multiples of it."""
 _SHARE_MOVES = 0.1
-_READINGS = 4
-_BEYOND_NOISE = 3.0
+_READINGS = 8
+"""How many are looked at together, and no reading twice: a run has thousands, and luck is not to act."""
+_BEYOND_NOISE = 5.0
 """Standard errors."""
 _LEAST_RATE = 0.35
 
@@ -103,12 +104,13 @@ class Tuner:
 
     def _guard(self) -> str:
         """What is to be done about the last readings, and do it; empty: nothing."""
-        recent = self._readings[-_READINGS:]
+        if len(self._readings) < _READINGS:
+            return ""
+        recent, self._readings = self._readings, []
         rise = sum(each.after - each.before for each in recent) / len(recent)
         noise = math.sqrt(sum(each.noise**2 for each in recent)) / len(recent)
-        if len(recent) < _READINGS or rise <= _BEYOND_NOISE * noise:
+        if rise <= _BEYOND_NOISE * noise:
             return ""
-        self._readings.clear()
         now = self.tempo
         seen = f"merging raised the loss by {rise:.3g}, {rise / noise if noise else math.inf:.3g} standard errors"
         if now.inner_steps > LEAST_INNER_STEPS:

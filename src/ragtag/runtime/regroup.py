@@ -24,7 +24,7 @@ from ragtag.core.values import Plan
 from ragtag.hub.frames import Go
 from ragtag.runtime import state
 from ragtag.runtime.device import device_kind
-from ragtag.runtime.islands.taking_part import join_island
+from ragtag.runtime.islands.entry import join_island
 from ragtag.runtime.names import named_parameters
 from ragtag.runtime.run import Run
 from ragtag.runtime.settling import Settling

@@ -44,7 +44,7 @@ from ragtag.runtime import regroup as regrouping
 from ragtag.runtime.evaluation import Evaluation, evaluate
 from ragtag.runtime.evaluation_pieces import EvaluationPieces
 from ragtag.runtime.islands import boundary as island_boundary
-from ragtag.runtime.islands.taking_part import with_islands
+from ragtag.runtime.islands.entry import with_islands
 from ragtag.runtime.loader import UnitLoader, check_dataset
 from ragtag.runtime.measure import measure, wanted_profile
 from ragtag.runtime.out_of_memory import memory_explained

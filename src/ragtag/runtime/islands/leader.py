@@ -85,9 +85,19 @@ class Leader:
         config: of the run.
         batch: samples of a step of all islands together.
         committed: asked for the number of steps that are done.
+        connect: makes the client, as `IslandClient` is made.
     """
 
-    def __init__(self, place: Place, cut: Cut, config: Config, *, batch: int, committed: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        cut: Cut,
+        config: Config,
+        *,
+        batch: int,
+        committed: Callable[[], int],
+        connect: Callable[..., IslandClient] = IslandClient,
+    ) -> None:
         self.cut, self._config, self._batch, self._island = cut, config, batch, place.island
         self._committed = committed
         address, port = hub_address(place.hub)
@@ -112,7 +122,7 @@ class Leader:
         """Seconds for which this island has waited for exchanges."""
         self._compute_s = 0.0
         self._said_s = 0.0
-        self.client = IslandClient(
+        self.client = connect(
             address,
             port,
             os.environ.get("RAGTAG_TOKEN", ""),
@@ -161,7 +171,7 @@ class Leader:
         return Beat(
             step=step,
             inner_s=self.inner_s,
-            outer_s=self.client.exchange_s * self.cut.num_fragments,
+            outer_s=self.client.talk.exchange_s * self.cut.num_fragments,
             waited_s=self.waited_s,
             compute_s=self._compute_s,
             samples_per_s=self.samples_per_s,
@@ -186,7 +196,7 @@ class Leader:
 
     def begin(self, committed: int) -> None:
         """Islands train side by side from the step after `committed` on."""
-        tempo = self.client.tempo
+        tempo = self.client.talk.tempo
         self._pace = Pace(self.cut.num_fragments, committed, 25 if tempo is None else tempo.inner_steps)
         self._sent_at = [(self._tokens, self._samples, committed)] * self.cut.num_fragments
         beat = self._beat(committed)
@@ -196,16 +206,19 @@ class Leader:
     def due(self, committed: int) -> list[int]:
         """Fragments that are to be sent after step `committed`, and can be."""
         client, pace = self.client, self._pace
-        if pace is None or client.tempo is None:
+        if pace is None or client.talk.tempo is None:
             return []
         with client.lock:
-            versions = dict(enumerate(client.values.versions))
-            due = pace.due(committed, client.tempo.inner_steps, opened=client.opened, versions=versions)
-            return [fragment for fragment in due if not client.busy(fragment)]
+            for offer in client.talk.take_refused():  # what was in it goes with the next one, and counts there
+                tokens, samples, steps = self._sent_at[offer.fragment]
+                self._sent_at[offer.fragment] = (tokens - offer.tokens, samples - offer.samples, steps - offer.steps)
+            versions = dict(enumerate(client.talk.values.versions))
+            due = pace.due(committed, client.talk.tempo.inner_steps, opened=client.talk.opened, versions=versions)
+            return [fragment for fragment in due if not client.talk.values.is_busy(fragment)]
 
     def send(self, committed: int, fragments: list[int], *, final: bool = False) -> None:
         """Hand over snapshots."""
-        tempo = self.client.tempo
+        tempo = self.client.talk.tempo
         codec: Codec = "fp32" if final or tempo is None else tempo.codec
         for fragment in fragments:
             tokens, samples, steps = self._sent_at[fragment]
@@ -235,10 +248,10 @@ class Leader:
     def has_news(self) -> bool:
         """Whether something has arrived that all ranks of the island are to add."""
         with self.client.lock:
-            return bool(self.client.values.arrivals) or self._new_batch() != 0
+            return bool(self.client.talk.values.arrivals) or self._new_batch() != 0
 
     def _new_batch(self) -> int:
-        tempo = self.client.tempo
+        tempo = self.client.talk.tempo
         shares = {} if tempo is None else dict(tempo.shares)
         if self._pace is None or self._island not in shares:
             return 0
@@ -249,7 +262,7 @@ class Leader:
         """What all ranks are to add, and to know."""
         client = self.client
         with client.lock:
-            arrivals = client.values.arrivals
+            arrivals = client.talk.values.arrivals
             header = Header(
                 fragments=tuple(arrivals),
                 offset=self._offset(committed) if 0 in arrivals else None,
@@ -259,17 +272,17 @@ class Leader:
 
     def _offset(self, committed: int) -> float | None:
         sent_after = self._steps_at_send.get(0)
-        if sent_after is None or 0 in self.client.values.in_flight:
+        if sent_after is None or 0 in self.client.talk.values.in_flight:
             return None
-        offset = self.client.step - sent_after
+        offset = self.client.talk.step - sent_after
         return offset if abs(offset) >= 1 else 0.0
 
     def added(self, fragments: tuple[int, ...]) -> None:
         """All ranks have added them."""
         client = self.client
         with client.lock:
-            client.values.added(fragments)
-            version = client.values.versions[fragments[-1]] if fragments else 0
+            client.talk.values.added(fragments)
+            version = client.talk.values.versions[fragments[-1]] if fragments else 0
         if fragments and self._before is None and len(self._losses) >= _COMPARED:
             self._arrived = fragments[-1], version
             self._before = _mean(list(self._losses)[-_COMPARED:])
@@ -278,19 +291,19 @@ class Leader:
     def nothing_left(self, fragments: tuple[int, ...]) -> bool:
         """Whether nothing else than these is on its way, or here."""
         with self.client.lock:
-            busy = {each for each in range(self.cut.num_fragments) if self.client.busy(each)}
-            twice = {each for each in fragments if self.client.values.waiting(each) > 1}
-            return busy <= set(fragments) and not twice and not set(self.client.values.in_flight)
+            busy = {each for each in range(self.cut.num_fragments) if self.client.talk.values.is_busy(each)}
+            twice = {each for each in fragments if self.client.talk.values.waiting(each) > 1}
+            return busy <= set(fragments) and not twice and not set(self.client.talk.values.in_flight)
 
     def first_batch(self) -> int:
         """Samples of this island's first steps, until speeds are known: an even part."""
-        attached = self.client.attached
+        attached = self.client.talk.attached
         return max(1, self._batch // max(1, 1 if attached is None else attached.islands))
 
     def settled(self) -> bool:
         """Whether nothing is on its way, in either direction."""
         with self.client.lock:
-            return not any(self.client.busy(fragment) for fragment in range(self.cut.num_fragments))
+            return not any(self.client.talk.values.is_busy(fragment) for fragment in range(self.cut.num_fragments))
 
     def send_last(self, committed: int) -> None:
         """Send what is left; once that is merged, say that it was all."""
@@ -318,11 +331,11 @@ class Leader:
 
     def taken_state(self) -> Mapping[str, Any]:
         """The tree that another island's leader gave."""
-        assert self.client.state is not None
+        assert self.client.talk.state is not None
         with tempfile.TemporaryDirectory(prefix="ragtag-") as directory:
             path = Path(directory) / "state"
-            path.write_bytes(self.client.state)
-            self.client.state = b""
+            path.write_bytes(self.client.talk.state)
+            self.client.talk.state = b""
             return load_file(path)
 
     def say(self, text: str) -> None:

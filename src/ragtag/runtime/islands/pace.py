@@ -1,15 +1,16 @@
 """When an island sends which fragment: pure arithmetic over step numbers.
 
 The one idea: every fragment goes every H steps, and fragments are H / P steps apart, so the link is used evenly.
-Whoever hears that another island has sent a fragment from the same version sends its own as soon as it has done most
-of its steps; so islands that take their steps at slightly different speeds stay together without waiting.
+Whoever hears that another island has sent a fragment from the same version sends its own as soon as it has done half
+of its steps. So islands at slightly different speeds stay together without waiting, and of two that are out of phase,
+by however much, one is always more than half way when it hears of the other: they come together within a round.
 """
 
 import math
 from collections.abc import Mapping
 
-EARLIEST = 0.8
-"""Part of H after which an island may send because another one has; the rest is the grace of a merge."""
+EARLIEST = 0.5
+"""Part of H after which an island sends because another one has. More, and some phases would never come together."""
 
 
 class Pace:

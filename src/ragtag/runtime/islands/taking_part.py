@@ -5,7 +5,6 @@ has them. So whoever is lost in the middle of it, the others hold the same value
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +15,12 @@ import torch
 from ragtag.control.controller import Controller
 from ragtag.control.membership import Brought, memory_of, plan_for
 from ragtag.control.proposal import Limits
-from ragtag.core.errors import LaunchError, RagtagError, SettingError
+from ragtag.core.errors import LaunchError, RagtagError
 from ragtag.core.values import StepReport
 from ragtag.runtime import state as run_state
 from ragtag.runtime.islands.cut import Cut
 from ragtag.runtime.islands.leader import Header, Leader, Place
-from ragtag.runtime.islands.sampling import IslandSampler, of_island
+from ragtag.runtime.islands.sampling import IslandSampler
 from ragtag.runtime.names import plain_name
 from ragtag.runtime.run import Run
 from ragtag.runtime.script import ScriptPosition
@@ -72,10 +71,10 @@ class TakingPart:
         leader = self._leader
         if leader is None or self._stage != "open":
             return self._run.group.rank == 0 and self._stage == "open"
-        tempo = leader.client.tempo
+        tempo = leader.client.talk.tempo
         if tempo is not None and tempo.blocking and leader.due(number):
             return True
-        return leader.has_news or (self._adopting and leader.client.values.begun)
+        return leader.has_news or (self._adopting and leader.client.talk.values.begun)
 
     def scheduler_steps(self) -> int:
         """1, or what brings learning rates to where the samples of all islands are."""
@@ -155,14 +154,15 @@ class TakingPart:
             return
         leader = self._lead()
         if self._stage == "alone":
-            if run.committed >= self._warm_up and leader.client.stage == "alone" and not leader.client.values.begun:
+            talk = leader.client.talk
+            if run.committed >= self._warm_up and talk.stage == "alone" and not talk.values.begun:
                 tree = {**run_state.collect(run, script.state_dict()), "model": {}, "islands": None}
                 leader.give(tree, run.committed)
-            if leader.client.values.begun and leader.client.stage == "open":
+            if talk.values.begun and talk.stage == "open":
                 self._stage = "open"
                 leader.begin(run.committed)
         elif not self._adopting:
-            tempo = leader.client.tempo
+            tempo = leader.client.talk.tempo
             if tempo is not None and not tempo.blocking:
                 leader.send(run.committed, leader.due(run.committed))
 
@@ -242,22 +242,22 @@ class TakingPart:
         try:
             leader = self._lead()
             client = leader.client
-            client.wait(lambda: bool(client.stage) and client.stage != "wait", 0.2)
+            client.wait(lambda: bool(client.talk.stage) and client.talk.stage != "wait", 0.2)
         except RagtagError as error:
             return Header(error=str(error)), []
-        if client.stage == "alone":
+        if client.talk.stage == "alone":
             return Header(), []
-        if client.stage == "wait":
+        if client.talk.stage == "wait":
             leader.say("waits for the island that warms up")
             return Header(done=False), []
-        if not client.stage:
-            leader.say(f"waits for the hub at {client.address}:{client.port} ({client.trouble})")
+        if not client.talk.stage:
+            leader.say(f"waits for the hub at {client.address}:{client.port} ({client.talk.trouble})")
             return Header(done=False), []
-        if not client.values.begun:
+        if not client.talk.values.begun:
             client.fetch_all()
-            client.wait(lambda: client.values.begun, 0.2)
+            client.wait(lambda: client.talk.values.begun, 0.2)
             return Header(done=False), []
-        step = max(run.committed, int(client.step))
+        step = max(run.committed, int(client.talk.step))
         batch = max(1, leader.first_batch())
         header, values = self._all_values()
         return msgspec.structs.replace(header, jump=step, batch=batch, begun=True, offset=0.0), values
@@ -272,15 +272,15 @@ class TakingPart:
         leader = self._lead()
         client = leader.client
         if self._adopting:
-            if not client.values.begun:
+            if not client.talk.values.begun:
                 return Header(), []
             return self._all_values()
-        if client.tempo is not None and client.tempo.blocking:
+        if client.talk.tempo is not None and client.talk.tempo.blocking:
             leader.send(run.committed, leader.due(run.committed))
             self._await(lambda: leader.has_news or leader.settled(), began_s)
             header, tensors = leader.news(run.committed)
             with client.lock:
-                open_ = set(client.values.in_flight) - set(header.fragments)
+                open_ = set(client.talk.values.in_flight) - set(header.fragments)
             return msgspec.structs.replace(header, done=not open_ and leader.nothing_left(header.fragments)), tensors
         return leader.news(run.committed)
 
@@ -291,17 +291,17 @@ class TakingPart:
             return Header(), []
         leader = self._lead()
         client = leader.client
-        over = client.stage == "over"
+        over = client.talk.stage == "over"
         late = began_s > deadline_s or client.error is not None
         if late or self._adopting:
-            log.warning("island %s: ends without the others: %s", self._name, client.trouble)
-            return self._all_values() if client.values.begun else (Header(), [])
+            log.warning("island %s: ends without the others: %s", self._name, client.talk.trouble)
+            return self._all_values() if client.talk.values.begun else (Header(), [])
         if leader.settled():
             leader.send_last(run.committed)
-        if over and leader.settled() and client.newest:
+        if over and leader.settled() and client.talk.newest:
             return self._all_values()
         leader.say("has done its last step, and waits for the others")
-        self._await(lambda: leader.has_news or (client.stage == "over") > over, began_s)
+        self._await(lambda: leader.has_news or (client.talk.stage == "over") > over, began_s)
         header, tensors = leader.news(run.committed)
         return msgspec.structs.replace(header, done=False, batch=0), tensors
 
@@ -310,7 +310,7 @@ class TakingPart:
         client = self._leader.client
         with client.lock:
             numbers = range(self._cut.num_fragments)
-            values = [client.values.values[fragment].clone() for fragment in numbers]
+            values = [client.talk.values.values[fragment].clone() for fragment in numbers]
         return Header(fragments=tuple(numbers), values=True), values
 
     @property
@@ -377,43 +377,3 @@ def resize(run: Run, batch: int) -> None:
     run.resuming = False
     if run.group.rank == 0:
         log.info("step %d: %s", run.committed + 1, reason)
-
-
-def join_island(run: Run, state: Mapping[str, Any] | None) -> None:
-    """This rank has joined others, who are an island among others, or are not."""
-    if state is None:
-        return
-    if not isinstance(run.islands, TakingPart):
-        run.islands = TakingPart(run, None)
-        run.sampler = of_island(run.sampler, "")
-    run.islands.join(run, state)
-
-
-def with_islands(prepare: Callable[..., Run], *arguments: Any, **settings: Any) -> Run:
-    """The run that `prepare` makes, as one of an island where $RAGTAG_OUTER (host:port) and $RAGTAG_ISLAND say so.
-
-    Raises:
-        SettingError: it cannot be one.
-    """
-    run, environ = prepare(*arguments, **settings), os.environ
-    hub, island = environ.get("RAGTAG_OUTER", ""), environ.get("RAGTAG_ISLAND", "")
-    config = run.config
-    if not hub:
-        if config.mode in ("islands", "async"):
-            raise SettingError(
-                f'mode = "{config.mode}" needs an island: start it with `ragtag launch --island NAME`, at each site.'
-            )
-        return run
-    refuse_others(run)
-    run.islands = TakingPart(run, Place(hub=hub, island=island, run=environ.get("RAGTAG_RUN", "run")))
-    run.sampler = of_island(run.sampler, island)
-    return run
-
-
-def refuse_others(run: Run) -> None:
-    """Raise SettingError where what is trained cannot be one island of several."""
-    if run.sharding is not None or run.pipe is not None:
-        raise SettingError(
-            f"islands exchange parameters that are whole on every rank, and layout is '{run.plan.layout}'. Use "
-            f'Config(layout="replicated"), or train without --island.'
-        )
