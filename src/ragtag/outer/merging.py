@@ -12,7 +12,7 @@ import torch
 from ragtag.outer import rounds
 from ragtag.outer.codec import WorthlessDelta, decode, encoded_bytes
 from ragtag.outer.protocol import Codec, Fetch, Offer, Tempo
-from ragtag.outer.store import Model, Store
+from ragtag.outer.store import Kept, Model, Store
 from ragtag.outer.values import FragmentValues
 from ragtag.watch.events import Contributed, Event, Exchanged
 
@@ -33,7 +33,7 @@ class Fragment:
         self.parts: list[Contributed] = []
         self.sequences: dict[str, int] = {}
         self.samples = 0
-        self.updates: dict[int, tuple[Codec, bytes]] = {}
+        self.updates: dict[int, tuple[Codec, Kept]] = {}
         """By version, what it has changed."""
 
 
@@ -156,8 +156,10 @@ class Merging:
         if number == 0:
             self.step += fragment.samples / batch
         self._store.keep(number, values.version, values.values, values.momentum, merged=fragment.merged, step=self.step)
-        fragment.updates[values.version] = codec, data
-        fragment.updates.pop(values.version - _KEPT_UPDATES, None)
+        fragment.updates[values.version] = codec, self._store.keep_update(number, values.version, data)
+        older = fragment.updates.pop(values.version - _KEPT_UPDATES, None)
+        if older is not None:
+            older[1].path.unlink(missing_ok=True)
         total = sum(round_.weights.values())
         self._tell(
             Exchanged(
@@ -172,18 +174,16 @@ class Merging:
         )
         fragment.round, fragment.parts, fragment.sequences, fragment.samples = None, [], {}, 0
 
-    def found(self, fetch: Fetch) -> tuple[int, Codec, memoryview] | None:
+    def found(self, fetch: Fetch) -> tuple[int, Codec, Kept] | None:
         """Version, codec and bytes of values, or of what a version has changed; None: they are not there."""
         fragment = self.fragments.get(fetch.fragment)
         if fragment is None:
             return None
         if fetch.kind == "theta":
-            # A copy: the next merge changes them in place.
-            return fragment.values.version, "fp32", memoryview(fragment.values.values.numpy().tobytes())
+            return fragment.values.version, "fp32", self._store.values_of(fetch.fragment)
         if fetch.kind != "update" or fetch.version not in fragment.updates:
             return None
-        codec, data = fragment.updates[fetch.version]
-        return fetch.version, codec, memoryview(data)
+        return fetch.version, *fragment.updates[fetch.version]
 
 
 def why_wrong_size(offer: Offer, model: Model) -> str:

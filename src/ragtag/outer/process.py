@@ -6,6 +6,7 @@ socket is the launcher's, so whoever comes while it is started again waits inste
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import signal
 import socket
@@ -33,6 +34,8 @@ _FAREWELL_S = 1.0
 _BUFFER_BYTES = 1 << 18
 _LINES_LIMIT = 10_000
 _TICKS_PER_S = 20.0
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 
 
 class OuterServer:
@@ -171,6 +174,12 @@ async def _message(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
+def _give_memory_back() -> None:
+    """Let large blocks go back to the system as they are freed: glibc would keep as much again as the values take."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
 def main(arguments: Sequence[str], *, version: str) -> int:
     """Run until SIGTERM or Ctrl-C and return the exit status. Errors are printed, without a traceback."""
     parser = argparse.ArgumentParser(prog="python -m ragtag.outer", description="The outer loop of one run's islands.")
@@ -183,6 +192,7 @@ def main(arguments: Sequence[str], *, version: str) -> int:
     level = logging.WARNING if options.quiet else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ragtag outer: %(message)s")
     logging.getLogger("ragtag.outer").setLevel(level)
+    _give_memory_back()
     try:
         listener = socket.socket(fileno=options.fd)
         listener.listen(128)

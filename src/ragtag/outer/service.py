@@ -7,6 +7,7 @@ and a version exists for islands only once it is on disk. No sockets here: messa
 import logging
 import time
 from collections.abc import Callable, Iterator
+from zlib import crc32
 
 import msgspec
 
@@ -14,6 +15,7 @@ from ragtag.outer.admission import NAME_LIMIT, why_denied
 from ragtag.outer.codec import WorthlessDelta, decode
 from ragtag.outer.merging import Merging, why_wrong_size
 from ragtag.outer.protocol import (
+    PIECE_BYTES,
     Attach,
     Attached,
     Beat,
@@ -38,10 +40,10 @@ from ragtag.outer.protocol import (
     pack,
 )
 from ragtag.outer.session import Arriving, Session
-from ragtag.outer.store import Model, Store, Tuned
+from ragtag.outer.store import Kept, Model, Store, Tuned
 from ragtag.outer.store import Opened as OpenedRecord
 from ragtag.outer.tempo import Tuner
-from ragtag.outer.transfer import TransferError, digest, pieces
+from ragtag.outer.transfer import TransferError
 from ragtag.watch.events import Event, IslandChanged
 
 log = logging.getLogger("ragtag.outer")
@@ -377,13 +379,13 @@ class Service:
     def _fetch(self, session: Session, fetch: Fetch) -> None:
         found = None
         if self._store.opened is not None and fetch.kind == "state":
-            found = 0, "raw", memoryview(self._store.state_path.read_bytes())
+            found = 0, "raw", self._store.state
         elif self._store.opened is not None:
             found = self.merging.found(fetch)
         if found is None:
             session.say(Gone(kind=fetch.kind, fragment=fetch.fragment, version=fetch.version))
             return
-        version, codec, data = found
+        version, codec, kept = found
         fragment = self.merging.fragments.get(fetch.fragment)
         content = Content(
             key=f"{fetch.kind}/{fetch.fragment}/{version}",
@@ -391,12 +393,12 @@ class Service:
             fragment=fetch.fragment,
             version=version,
             codec=codec,
-            num_bytes=len(data),
-            digest=digest(data),
+            num_bytes=kept.num_bytes,
+            digest=kept.digest,
             newest=self.merging.version(fetch.fragment),
             merged=0 if fragment is None else fragment.merged.get(session.island, 0),
         )
-        if not session.stream(_messages(content, data, fetch.offset)):
+        if not session.stream(_messages(content, kept, fetch.offset)):
             self._drop(session, "it fetches more than it takes")
 
     # Tempo
@@ -423,7 +425,13 @@ def _waited(beat: Beat) -> str:
     return f"; it has waited {beat.waited_s / total_s:.1%} of its time" if total_s else ""
 
 
-def _messages(content: Content, data: memoryview, offset: int) -> Iterator[bytes]:
-    yield pack(content)
-    for piece, payload in pieces(content.key, data, max(0, offset)):
-        yield pack(piece, payload)
+def _messages(content: Content, kept: Kept, offset: int) -> Iterator[bytes]:
+    pieces = kept.pieces(PIECE_BYTES, offset)
+    next(pieces)  # opens the file, which the next merge removes
+
+    def all_of_it() -> Iterator[bytes]:
+        yield pack(content)
+        for start, payload in pieces:
+            yield pack(Piece(key=content.key, offset=start, crc32=crc32(payload)), payload)
+
+    return all_of_it()

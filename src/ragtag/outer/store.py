@@ -1,11 +1,12 @@
 """What the outer process keeps on disk: the values and the momentum of each fragment, by version.
 
 The one idea: a version is told to islands only when it is on disk. Files are written beside the old ones, synced, and
-named in the journal after that; so a crash at any moment leaves the version before, whole.
+named in the journal after that; so a crash at any moment leaves the version before, whole. And what islands fetch is
+read from these files piece by piece, so that however many of them fetch, memory holds the values once.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -43,7 +44,12 @@ class Version(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     fragment: int
     version: int
     file: str
+    """Values, then momentum, fp32."""
     digest: str
+    values_digest: str
+    """Of the values alone."""
+    num_bytes: int
+    """Of the values alone."""
     merged: Mapping[str, int] = {}
     """By island, the newest of its deltas in these values."""
     step: float = 0.0
@@ -62,6 +68,21 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tu
     """How islands are to go on."""
 
     tempo: Tempo
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on disk that islands fetch."""
+
+    path: Path
+    num_bytes: int
+    digest: str
+
+    def pieces(self, size: int, offset: int) -> Iterator[tuple[int, bytes]]:
+        """Where each piece begins, and the piece, from `offset` on. The file may be removed meanwhile."""
+        with open(self.path, "rb", buffering=0) as file:
+            yield 0, b""  # opened: from here on it stays what it is
+            for start in range(max(0, offset), self.num_bytes, size):
+                yield start, os.pread(file.fileno(), min(size, self.num_bytes - start), start)
 
 
 Record = Started | Model | Version | Opened | Tuned
@@ -116,25 +137,44 @@ class Store:
         step: float,
     ) -> None:
         """Write a version; once this returns it may be told. The one before it is removed."""
-        data = memoryview(torch.cat((values, momentum)).numpy()).cast("B")  # pyright: ignore[reportArgumentType]
+        parts = [memoryview(each.numpy()).cast("B") for each in (values, momentum)]  # pyright: ignore[reportArgumentType]
         name = f"fragment-{fragment}.{version}"
-        _write(self.directory / name, data)
+        _write(self.directory / name, *parts)
         record = Version(
-            fragment=fragment, version=version, file=name, digest=_digest(data), merged=dict(merged), step=step
+            fragment=fragment,
+            version=version,
+            file=name,
+            digest=_digest(*parts),
+            values_digest=_digest(parts[0]),
+            num_bytes=len(parts[0]),
+            merged=dict(merged),
+            step=step,
         )
         self._journal.append(record)
         before, self.versions[fragment] = self.versions.get(fragment), record
         if before is not None and before.file != name:
             (self.directory / before.file).unlink(missing_ok=True)
 
+    def values_of(self, fragment: int) -> Kept:
+        """The newest values of a fragment."""
+        record = self.versions[fragment]
+        return Kept(path=self.directory / record.file, num_bytes=record.num_bytes, digest=record.values_digest)
+
+    def keep_update(self, fragment: int, version: int, data: bytes) -> Kept:
+        """Write what a version has changed, for as long as this process runs."""
+        path = self.directory / f"update-{fragment}.{version}"
+        path.write_bytes(data)
+        return Kept(path=path, num_bytes=len(data), digest=_digest(data))
+
     def keep_state(self, data: memoryview) -> None:
         """Write the state for newcomers."""
         _write(self.directory / _STATE, data)
 
     @property
-    def state_path(self) -> Path:
-        """Where the state for newcomers lies."""
-        return self.directory / _STATE
+    def state(self) -> Kept:
+        """The state for newcomers; once it is `opened`."""
+        assert self.opened is not None, "nobody has given it"
+        return Kept(path=self.directory / _STATE, num_bytes=self.opened.num_bytes, digest=self.opened.digest)
 
     def close(self) -> None:
         """Let another process have it."""
@@ -145,16 +185,22 @@ class Store:
         for path in self.directory.glob("fragment-*"):
             if path.name not in named:
                 path.unlink(missing_ok=True)
+        for path in self.directory.glob("update-*"):
+            path.unlink(missing_ok=True)
 
 
-def _digest(data: "bytearray | memoryview") -> str:
-    return blake2b(data, digest_size=16).hexdigest()
+def _digest(*parts: "bytes | bytearray | memoryview") -> str:
+    whole = blake2b(digest_size=16)
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()
 
 
-def _write(path: Path, data: memoryview) -> None:
+def _write(path: Path, *parts: memoryview) -> None:
     new = path.with_name(path.name + ".new")
     with open(new, "wb") as file:
-        file.write(data)
+        for part in parts:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
