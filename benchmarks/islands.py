@@ -2,6 +2,7 @@
 
     scripts/bench islands [--seeds 3] [--write] [--json]
     scripts/bench islands --quick                             # one seed, a tenth of the steps: under a minute
+    scripts/bench islands --torchft /path/to/python           # torchft's DiLoCo as well, by a Python that has it
 
 A byte-level GPT (0.23 M parameters) is warmed up by exact steps, then trains on as many sequences with each method, at
 the learning rate that did best for it at half that length on the first seed. Sites have devices of speeds 1, 1 and
@@ -18,7 +19,9 @@ much of it. What is done already is kept in runs/islands-study, so a stopped stu
 import argparse
 import json
 import math
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +35,11 @@ import torch
 from unequal.sites import (
     BATCH,
     FULL_EXCHANGE,
+    LOOKED_AT,
     SPEEDS,
     Data,
     Outcome,
+    Replica,
     Sites,
     Times,
     exact,
@@ -54,8 +59,14 @@ Runner = Callable[[Data, int, float, Path, int], Outcome]
 
 
 def _exact(data: Data, seed: int, rate: float, start: Path, sequences: int) -> Outcome:
-    replica = exact(data, seed, rate, start, sequences)
-    return Outcome(data.loss(replica.model), sequences, 0.0)
+    curve: list[tuple[float, int, float]] = []
+
+    def look(done: int, replica: Replica) -> None:
+        if done // (sequences // 20) != (done + BATCH) // (sequences // 20):
+            curve.append((0.0, done, data.loss(replica.model, LOOKED_AT)))
+
+    replica = exact(data, seed, rate, start, sequences, look=look)
+    return Outcome(data.loss(replica.model), sequences, 0.0, curve)
 
 
 def _sites(data: Data, seed: int, rate: float, start: Path, sequences: int, *, wanted: Wanted, **about: Any) -> Outcome:
@@ -73,6 +84,7 @@ ABOUT = {
     "islands": 'islands, `mode="islands"`',
     "async": '`mode="async"`',
     "diloco": "flat DiLoCo, 4 workers, H = 100, fp32, blocking",
+    "torchft": "torchft's DiLoCo, 4 replica groups, H = 100, fp32",
 }
 
 
@@ -103,6 +115,33 @@ def train(method: str, seed: int, rate: float, sequences: int, warm: int, extra:
     return kept(f"{method}-{extra}{seed}-{rate:g}-{sequences}-{warm}", make)
 
 
+def torchft(python: Path, seed: int, rate: float, sequences: int, warm: int) -> dict[str, Any]:
+    """One run of torchft's DiLoCo; its time is that of the slowest device, with a quarter of the batch as all have."""
+
+    def make() -> dict[str, Any]:
+        words = [f"--seed={seed}", f"--rate={rate}", f"--sequences={sequences}"]
+        start = KEPT / f"warm-{seed}-{warm}.pt"
+        done = subprocess.run(
+            [str(python), "-m", "unequal.torchft_diloco", *words, f"--start={start}"],
+            cwd=Path(__file__).resolve().parent,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            said = done.stderr[-2000:]
+            raise SystemExit(f"{python} could not run torchft's DiLoCo (pip install torchft==0.2.0):\n{said}")
+        times, steps = Times(seed + 5), sequences // BATCH
+        units = sum(max(times.step(BATCH // len(ALL), (speed,)) for speed in ALL) for _ in range(steps))
+        rounds = steps // 100
+        about = {"inner_steps": 100, "merges": rounds, "late": 0, "sent_bytes": 0, "last_round": 0.0}
+        loss = json.loads(done.stdout.splitlines()[-1])["loss"]
+        outcome = Outcome(loss, sequences, units + FULL_EXCHANGE * rounds, [], about)
+        return {**vars(outcome), "method": "torchft", "seed": seed, "rate": rate}
+
+    return kept(f"torchft-{seed}-{rate:g}-{sequences}-{warm}", make)
+
+
 def warmed(data: Data, seed: int, steps: int) -> Path:
     """Parameters and optimizer's state after some exact steps."""
     path = KEPT / f"warm-{seed}-{steps}.pt"
@@ -118,7 +157,9 @@ def warm_up(seed: int, steps: int) -> None:
     warmed(Data(), seed, steps)
 
 
-def study(seeds: Sequence[int], steps: int, warm: int, methods: Sequence[str]) -> dict[str, Any]:
+def study(
+    seeds: Sequence[int], steps: int, warm: int, methods: Sequence[str], python: Path | None = None
+) -> dict[str, Any]:
     """Tune on the first seed, then train on all."""
     sequences, tuning = steps * BATCH, steps * BATCH // 2
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
@@ -144,6 +185,10 @@ def study(seeds: Sequence[int], steps: int, warm: int, methods: Sequence[str]) -
         results = {key: each.result() for key, each in runs.items()}
         half = {seed: each.result()["loss"] for seed, each in halves.items()}
         away = {key: each.result() for key, each in gone.items()}
+    if python is not None:
+        rates["torchft"] = min(RATES, key=lambda rate: torchft(python, seeds[0], rate, tuning, warm)["loss"])
+        for seed in seeds:
+            results["torchft", seed] = torchft(python, seed, rates["torchft"], sequences, warm)
     slope = statistics.fmean((half[seed] - results["exact", seed]["loss"]) / math.log(2) for seed in seeds)
     return {
         "seeds": list(seeds),
@@ -196,7 +241,7 @@ def rows(
         add("exact, free links", times.rate(ALL), exact_losses)
         add("exact, the fast site alone", times.rate(SPEEDS[0]), exact_losses)
         add("exact, every step over the slow link", times.rate(ALL, exchange=FULL_EXCHANGE), exact_losses)
-    for method in METHODS:
+    for method in ABOUT:
         of = [results[method, seed] for seed in seeds if (method, seed) in results]
         if not of or method == "exact":
             continue
@@ -227,7 +272,9 @@ def shown(found: dict[str, Any]) -> str:
 def plot(found: dict[str, Any]) -> str:
     """Held-out loss against time, as SVG."""
     width, height, left, bottom = 720, 340, 56, 40
-    curves = {name: curve for name, curve in found["curves"].items() if curve}
+    curves = {ABOUT[name]: curve for name, curve in found["curves"].items() if curve and name != "exact"}
+    for row in found["rows"][1:3]:  # one curve, at two rates
+        curves[row["name"]] = [(done / row["rate"], done, loss) for _, done, loss in found["curves"]["exact"]]
     longest = max(point[0] for curve in curves.values() for point in curve)
     losses = [point[2] for curve in curves.values() for point in curve]
     low, high = min(losses), max(losses)
@@ -237,7 +284,7 @@ def plot(found: dict[str, Any]) -> str:
         y = 20 + (height - bottom - 20) * (high - loss) / (high - low)
         return f"{x:.1f},{y:.1f}"
 
-    colours = dict(zip(METHODS, ("#555555", "#1b6ca8", "#c0392b", "#27ae60")))
+    colours = ("#1b6ca8", "#c0392b", "#27ae60", "#222222", "#999999")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         'font-size="12">',
@@ -247,9 +294,9 @@ def plot(found: dict[str, Any]) -> str:
     ]
     for number, (name, curve) in enumerate(curves.items()):
         points = " ".join(place(units, loss) for units, _, loss in curve)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[name]}" stroke-width="2"/>')
-        label = ABOUT[name].replace("`", "").replace('"', "&quot;")
-        parts.append(f'<text x="{width - 330}" y="{34 + 18 * number}" fill="{colours[name]}">{label}</text>')
+        colour, label = colours[number], name.replace("`", "").replace('"', "&quot;")
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{width - 330}" y="{34 + 18 * number}" fill="{colour}">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -269,13 +316,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="exact steps that the sequences would be")
     parser.add_argument("--warm", type=int, default=1500, help="exact steps before")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--torchft", type=Path, metavar="PYTHON", help="one with torchft 0.2.0 and ragtag's own needs")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="write table and plot into docs/")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.steps, arguments.warm = 1, 100, 150
-    found = study(range(arguments.seeds), arguments.steps, arguments.warm, arguments.methods.split(","))
+    methods = arguments.methods.split(",")
+    found = study(range(arguments.seeds), arguments.steps, arguments.warm, methods, arguments.torchft)
     if arguments.write:
         write(found)
     print(json.dumps(found) if arguments.json else shown(found))

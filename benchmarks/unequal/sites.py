@@ -30,7 +30,7 @@ from ragtag.runtime.islands.pace import Pace
 CONTEXT = 32
 BATCH = 16
 HELD_OUT = 2048
-_LOOKED_AT = 256
+LOOKED_AT = 256
 """Of them, for a point of a curve."""
 CLIP = 1.0
 LAST_RATE = 0.05
@@ -103,11 +103,11 @@ class Replica:
     def __init__(self, data: Data, seed: int, rate: float, start: Path | None, total: int | None) -> None:
         torch.manual_seed(seed)
         self.model = ByteGPT(width=96, num_layers=2, num_heads=4, context=CONTEXT)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True)
         if start is not None:
             both = torch.load(start)
             self.model.load_state_dict(both["model"])
-            self._optimizer.load_state_dict(both["optimizer"])
+            self.optimizer.load_state_dict(both["optimizer"])
         self._rate, self._total = rate, total
         self.take = data.stream(1000 * seed + 17)
 
@@ -117,19 +117,19 @@ class Replica:
         rate = self._rate * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * part)) / 2)
         if self._total is None:
             rate = self._rate * min(1.0, (done / BATCH + 1) / 50)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = loss_fn(self.model, self.take(size))
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self._optimizer.step()
+        self.optimizer.step()
         return float(loss.detach())
 
     def save(self, path: Path) -> None:
         """Write what others can start from."""
         new = path.with_suffix(".new")
-        torch.save({"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}, new)
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, new)
         new.replace(path)
 
 
@@ -154,11 +154,21 @@ class Times:
         return BATCH * steps / (units + exchange * steps / every)
 
 
-def exact(data: Data, seed: int, rate: float, start: Path | None, sequences: int, *, decay: bool = True) -> Replica:
-    """The plain run: what all exact methods come to, whatever they take."""
+def exact(
+    data: Data,
+    seed: int,
+    rate: float,
+    start: Path | None,
+    sequences: int,
+    *,
+    decay: bool = True,
+    look: Callable[[int, Replica], None] = lambda done, replica: None,
+) -> Replica:
+    """The plain run: what all exact methods come to, whatever they take. `look` is called after each step."""
     replica = Replica(data, seed, rate, start, sequences if decay else None)
     for done in range(0, sequences, BATCH):
         replica.train(BATCH, done)
+        look(done, replica)
     return replica
 
 
@@ -255,7 +265,7 @@ class Sites:
                 continue
             self._train(island, done)
             if self._curve_every and done // self._curve_every != (done + island.size) // self._curve_every:
-                curve.append((island.now, done, self._data.loss(self._values(), _LOOKED_AT)))
+                curve.append((island.now, done, self._data.loss(self._values(), LOOKED_AT)))
         units = max(each.now for each in self._islands)
         last_round = self._last_round() - units
         tempo = self._tuner.tempo
