@@ -186,7 +186,7 @@ class _Island:
     uplink: float = 0.0
     downlink: float = 0.0
     """Until when each is busy."""
-    coming: list[tuple[float, int, int, bytes, int, str]] = field(default_factory=list)
+    coming: list[tuple[float, int, int, memoryview, int, str]] = field(default_factory=list)
     took: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))
 
 
@@ -312,7 +312,7 @@ class Sites:
         values, cut = island.values, self._cuts[island.number]
         while island.coming and island.coming[0][0] <= island.now:
             _, fragment, version, data, merged, codec = heapq.heappop(island.coming)
-            values.update(fragment, version, memoryview(data), codec)  # pyright: ignore[reportArgumentType]
+            values.update(fragment, version, data, codec)  # pyright: ignore[reportArgumentType]
             values.arrive(fragment, merged)
         while arrivals := values.arrivals:
             for fragment, correction in arrivals.items():

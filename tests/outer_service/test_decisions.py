@@ -124,13 +124,18 @@ def test_late_contributions_count_half_a_round():
     assert torch.allclose(values.values, torch.full((4,), -mean))
 
 
-def test_local_data_is_weighted_by_samples_whatever_number_of_steps_was_taken():
-    # FedNova: equal samples, one with four times the steps and so about four times the change.
+def test_local_data_is_weighted_by_its_size_whatever_steps_were_taken_over_how_many_samples():
+    # FedNova: data of equal size; one island is faster, and has taken four times the steps, with twice the batch.
     values = FragmentValues(torch.zeros(2))
-    values.add(torch.tensor([4.0, 0.0]), tokens=8.0, steps=4, base=1, local_data=True)
-    values.add(torch.tensor([0.0, 1.0]), tokens=8.0, steps=1, base=1, local_data=True)
+    values.add(torch.tensor([4.0, 0.0]), tokens=64.0, steps=4, base=1, pinned=100)
+    values.add(torch.tensor([0.0, 1.0]), tokens=8.0, steps=1, base=1, pinned=100)
     values.close(rate=1.0, momentum=0.0, codec="fp32")
     assert torch.allclose(values.values, -torch.tensor([1.25, 1.25]))  # tau_eff = 2.5, directions alike
+    values = FragmentValues(torch.zeros(2))
+    values.add(torch.tensor([4.0, 0.0]), tokens=64.0, steps=4, base=1, pinned=300)
+    values.add(torch.tensor([0.0, 1.0]), tokens=8.0, steps=1, base=1, pinned=100)
+    values.close(rate=1.0, momentum=0.0, codec="fp32")
+    assert torch.allclose(values.values, -3.25 * torch.tensor([0.75, 0.25]))
 
 
 def test_momentum_is_nesterovs():

@@ -45,6 +45,8 @@ def why_denied(frame: Attach, trained: Trained | None, *, run: str, version: str
         return f"an island's name has 1 to {NAME_LIMIT} printable characters"
     if not 0 < len(frame.numel) <= _MOST_FRAGMENTS or min(frame.numel) < 0:
         return f"it cuts its model into {len(frame.numel)} fragments"
+    if frame.dataset < 1:
+        return f"its data has {frame.dataset} samples"
     if trained is None:
         return ""
     if (frame.model, frame.numel) != (trained.model, trained.numel):

@@ -36,10 +36,10 @@ def encoded_bytes(codec: Codec, numel: int) -> int:
     return 4 * numel if codec != "int4" else -(-numel // BLOCK) * (_HALF + 4)
 
 
-def encode(codec: Codec, flat: torch.Tensor) -> bytes:
+def encode(codec: Codec, flat: torch.Tensor) -> memoryview:
     """`flat` (1-d fp32, in host memory) as it travels; none of a block is finite any more where one of it was not."""
     if codec != "int4":
-        return flat.contiguous().numpy().tobytes()
+        return memoryview(flat.clone().numpy()).cast("B")  # pyright: ignore[reportArgumentType]
     numel = flat.numel()
     num_whole, num_blocks = numel // BLOCK, -(-numel // BLOCK)
     out = np.empty(num_blocks * (_HALF + 4), np.uint8)
@@ -51,14 +51,14 @@ def encode(codec: Codec, flat: torch.Tensor) -> bytes:
         last = torch.zeros(1, BLOCK)
         last[0, : numel - num_whole * BLOCK] = flat[num_whole * BLOCK :]
         _pack(last, packed[num_whole:], scales[num_whole:])
-    return out.tobytes()
+    return memoryview(out)  # pyright: ignore[reportArgumentType]
 
 
 def decode(codec: Codec, data: bytes | memoryview, numel: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """What `encode` made, as `numel` numbers in fp32; the same bits on every machine.
 
     Args:
-        out: overwritten and returned where it can be: 1-d, fp32, in whole blocks.
+        out: 1-d fp32 of whole blocks, whose beginning is overwritten and returned if it is large enough; int4 only.
 
     Raises:
         WorthlessDelta: the length does not fit.
@@ -73,9 +73,9 @@ def decode(codec: Codec, data: bytes | memoryview, numel: int, *, out: torch.Ten
     num_blocks = -(-numel // BLOCK)
     packed = np.frombuffer(data, np.uint8, num_blocks * _HALF).reshape(num_blocks, _HALF)
     scales = torch.from_numpy(np.frombuffer(data, np.float32, offset=num_blocks * _HALF) / np.float32(16))
-    if out is None or out.numel() != num_blocks * BLOCK:
+    if out is None or out.numel() < num_blocks * BLOCK:
         out = torch.empty(num_blocks * BLOCK)
-    _unpack(packed, scales, out.view(num_blocks, BLOCK))
+    _unpack(packed, scales, out[: num_blocks * BLOCK].view(num_blocks, BLOCK))
     return out[:numel]
 
 

@@ -21,7 +21,7 @@ class InFlight:
     """A delta that was sent, or is to be, and is in no version that this island has."""
 
     offer: Offer
-    data: bytes
+    data: bytes | memoryview
     delta: torch.Tensor
     taken: bool = False
     """All of it is at the hub."""

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from ragtag.outer import rounds
-from ragtag.outer.codec import WorthlessDelta, decode, encoded_bytes
+from ragtag.outer.codec import BLOCK, WorthlessDelta, decode, encoded_bytes
 from ragtag.outer.protocol import Codec, Fetch, Offer, Tempo
 from ragtag.outer.store import Kept, Model, Store
 from ragtag.outer.values import FragmentValues
@@ -55,6 +55,8 @@ class Merging:
         for number, record in store.versions.items():
             values, momentum = store.load(number)
             self.fragments[number] = Fragment(FragmentValues(values, momentum, record.version), record.merged)
+        self._spare: torch.Tensor | None = None
+        """What contributions are decoded into: fresh memory is handed out page by page, which takes as long again."""
         self.step = max((each.step for each in store.versions.values()), default=0.0)
         """Steps of all islands together, by samples."""
 
@@ -92,18 +94,27 @@ class Merging:
             return f"it has contributed to version {fragment.values.version + 1} of fragment {number} already"
         return why_wrong_size(offer, model)
 
-    def contribute(self, island: str, offer: Offer, data: memoryview, model: Model, present: Collection[str]) -> bool:
-        """Count a delta; return whether it is the first of its round. Raises WorthlessDelta where it is none."""
+    def contribute(
+        self, island: str, offer: Offer, data: memoryview, model: Model, present: Collection[str], *, dataset: int
+    ) -> bool:
+        """Count a delta; return whether it is the first of its round. Raises WorthlessDelta where it is none.
+
+        Args:
+            present: islands that merges wait for.
+            dataset: samples of the island's data.
+        """
         fragment = self.fragments[offer.fragment]
         fragment.whole[island] = offer.sequence
         age = fragment.values.version - offer.base
-        delta = decode(offer.codec, data, model.numel[offer.fragment])
+        if self._spare is None:
+            self._spare = torch.empty(-(-max(model.numel) // BLOCK) * BLOCK)
+        delta = decode(offer.codec, data, model.numel[offer.fragment], out=self._spare)
         weight = fragment.values.add(
             delta,
             tokens=offer.tokens,
             steps=offer.steps,
             base=offer.base,
-            local_data=model.data == "local",
+            pinned=dataset if model.data == "local" else 0,
             oldest=model.wanted.oldest,
         )
         is_first = fragment.round is None
@@ -151,7 +162,7 @@ class Merging:
         round_, values = fragment.round, fragment.values
         assert round_ is not None, "nothing has come"
         codec: Codec = "fp32" if round_.final else tempo.codec
-        data, norm = values.close(rate=tempo.rate * part, momentum=momentum, codec=codec)
+        data, norm = values.close(rate=tempo.rate * part, momentum=momentum, codec=codec, spare=self._spare)
         fragment.merged.update(fragment.sequences)
         if number == 0:
             self.step += fragment.samples / batch

@@ -73,6 +73,8 @@ class Attach(Frame, frozen=True, kw_only=True, tag="attach"):
     numel: tuple[int, ...]
     """Numbers in each fragment."""
     data: Literal["global", "local"] = "global"
+    dataset: int = 1
+    """Samples of this island's data."""
     batch: int
     """Samples of one step of all islands together."""
     wanted: Wanted = Wanted()

@@ -336,7 +336,10 @@ class Service:
     def _contribute(self, session: Session, offer: Offer, data: memoryview) -> None:
         assert self._model is not None
         try:
-            is_first = self.merging.contribute(session.island, offer, data, self._model, self._training())
+            assert session.attach is not None
+            is_first = self.merging.contribute(
+                session.island, offer, data, self._model, self._training(), dataset=session.attach.dataset
+            )
         except WorthlessDelta as error:
             self._refuse(session, offer, str(error))
             return

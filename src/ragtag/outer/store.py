@@ -160,7 +160,7 @@ class Store:
         record = self.versions[fragment]
         return Kept(path=self.directory / record.file, num_bytes=record.num_bytes, digest=record.values_digest)
 
-    def keep_update(self, fragment: int, version: int, data: bytes) -> Kept:
+    def keep_update(self, fragment: int, version: int, data: memoryview) -> Kept:
         """Write what a version has changed, for as long as this process runs."""
         path = self.directory / f"update-{fragment}.{version}"
         path.write_bytes(data)

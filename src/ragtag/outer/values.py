@@ -44,14 +44,22 @@ class FragmentValues:
         tokens: float,
         steps: int,
         base: int,
-        local_data: bool = False,
+        pinned: int = 0,
         oldest: int = OLDEST,
     ) -> float:
         """Take a contribution into the merge under way; return its weight before weights are made to add up to 1.
 
-        tokens * (1/2)^age, where age is how many versions its base is behind. Data pinned to islands: FedNova, the sum
-        of p_i Delta_i / tau_i times the mean of tau_i (Wang et al., "Tackling the Objective Inconsistency Problem in
-        Heterogeneous Federated Optimization", NeurIPS 2020, eq. 6).
+        tokens * (1/2)^age, where age is how many versions its base is behind. Where islands have data of their own, the
+        size of that data takes the place of tokens, and FedNova that of the mean: the sum of p_i Delta_i / tau_i times
+        that of p_i tau_i, so neither speed nor number of steps decides whose data counts (Wang et al., "Tackling the
+        Objective Inconsistency Problem in Heterogeneous Federated Optimization", NeurIPS 2020, eq. 6).
+
+        Args:
+            delta: 1-d fp32.
+            steps: tau, of the inner optimizer.
+            base: version that it is a difference to.
+            pinned: samples of the island's own data; 0: all islands draw from the same.
+            oldest: largest age that is taken.
 
         Raises:
             WorthlessDelta: it is not finite, of an absurd norm, without tokens, or too old; the sum is as before.
@@ -73,19 +81,24 @@ class FragmentValues:
             raise WorthlessDelta(f"its norm {norm:.3g} is absurd: {norm / usual:.3g} times the usual {usual:.3g}")
         if norm:
             self._norms.append(norm)
-        weight = tokens * 0.5**age
+        weight = (pinned or tokens) * 0.5**age
         if self._sum is None:
             self._sum = torch.zeros_like(self.values)
-        self._sum.add_(delta, alpha=weight / steps if local_data else weight)
+        self._sum.add_(delta, alpha=weight / steps if pinned else weight)
         self._weight += weight
-        self._steps += weight * steps if local_data else 0.0
+        self._steps += weight * steps if pinned else 0.0
         return weight
 
-    def close(self, *, rate: float, momentum: float, codec: Codec) -> tuple[bytes, float]:
+    def close(
+        self, *, rate: float, momentum: float, codec: Codec, spare: torch.Tensor | None = None
+    ) -> tuple[memoryview, float]:
         """Merge what was added, and return what it changed, as it travels, and its norm.
 
         m = momentum * m + Delta; values -= rate * (Delta + momentum * m): Nesterov's momentum as the outer optimizer
         (Douillard et al., "DiLoCo", 2023, arXiv 2311.08105, section 2).
+
+        Args:
+            spare: memory that may be written over; see `decode`.
         """
         assert self._sum is not None, "nothing was added"
         delta = self._sum.div_(self._weight)
@@ -95,7 +108,7 @@ class FragmentValues:
         change = delta.add_(self.momentum, alpha=momentum).mul_(-rate)
         data = encode(codec, change)
         self._sum, self._weight, self._steps = None, 0.0, 0.0
-        change = decode(codec, data, self.values.numel(), out=change)
+        change = decode(codec, data, self.values.numel(), out=spare)
         self.values += change
         self.version += 1
         return data, float(torch.linalg.vector_norm(change))

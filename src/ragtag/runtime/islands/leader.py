@@ -84,6 +84,7 @@ class Leader:
         cut: of the model.
         config: of the run.
         batch: samples of a step of all islands together.
+        dataset: samples of this island's data.
         committed: asked for the number of steps that are done.
         connect: makes the client, as `IslandClient` is made.
     """
@@ -95,6 +96,7 @@ class Leader:
         config: Config,
         *,
         batch: int,
+        dataset: int = 1,
         committed: Callable[[], int],
         connect: Callable[..., IslandClient] = IslandClient,
     ) -> None:
@@ -134,6 +136,7 @@ class Leader:
                 model=cut.hash,
                 numel=cut.numel,
                 data=config.data,
+                dataset=dataset,
                 batch=batch,
                 wanted=wanted(config),
                 step=committed(),

@@ -174,7 +174,12 @@ class TakingPart:
             sampler = run.sampler
             assert isinstance(sampler, IslandSampler), "islands have samplers of their own"
             self._leader = Leader(
-                self._place, self._cut, run.config, batch=sampler.whole_batch_size, committed=lambda: run.committed
+                self._place,
+                self._cut,
+                run.config,
+                batch=sampler.whole_batch_size,
+                dataset=sampler.dataset_size,
+                committed=lambda: run.committed,
             )
             self._leader.batch_now = sampler.global_batch_size
             if self._stage == "open":
