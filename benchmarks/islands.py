@@ -290,8 +290,17 @@ def plot(found: dict[str, Any]) -> str:
         'font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">units (a sequence on a device of speed 1)</text>',
-        f'<text x="8" y="14">held-out loss, {low:.3f} to {high:.3f}</text>',
+        '<text x="8" y="14">held-out loss, first seed</text>',
     ]
+    for units in range(0, int(longest), 2000):
+        x = place(units, low).split(",")[0]
+        parts.append(f'<text x="{x}" y="{height - bottom + 16}" text-anchor="middle">{units:,}</text>')
+    for tenths in range(math.ceil(20 * low), math.floor(20 * high) + 1):
+        y = place(0, tenths / 20).split(",")[1]
+        parts.append(
+            f'<text x="{left - 8}" y="{y}" text-anchor="end" dominant-baseline="middle">{tenths / 20:.2f}</text>'
+        )
+        parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{y}" y2="{y}" stroke="#dddddd"/>')
     for number, (name, curve) in enumerate(curves.items()):
         points = " ".join(place(units, loss) for units, _, loss in curve)
         colour, label = colours[number], name.replace("`", "").replace('"', "&quot;")
