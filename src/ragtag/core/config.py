@@ -151,12 +151,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_ResolvingMeta
         Literal["auto", "exact", "islands", "async"], Meta(description="'auto', 'exact', 'islands' or 'async'")
     ] = "auto"
     """How sites train together that `ragtag launch --island` has started: "exact" waits for all of them after every
-    step, "islands" merges what they have done every few steps while they go on, "async" merges what comes when it
-    comes; "auto": islands."""
+    step, in fp32, and is exact for `torch.optim.SGD` only, since others need every site's gradients; "islands" merges
+    what they have done every few steps while they go on; "async" merges what comes when it comes; "auto": islands."""
 
     data: Annotated[Literal["global", "local"], Meta(description="'global' or 'local'")] = "global"
-    """Whether every island has the whole dataset ("global"), or one of its own ("local"), whose samples then count
-    whatever number of steps the island takes."""
+    """Whether every island has the whole dataset ("global"), or one of its own ("local"), which then counts by its
+    size, whatever number of steps the island takes."""
 
     fragments: Annotated[int, Meta(ge=1, le=1024, description="a whole number of fragments, 1 to 1024")] = 4
     """Into how many fragments the model is cut, which islands exchange one after the other."""

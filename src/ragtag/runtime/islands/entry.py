@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from ragtag.core.errors import SettingError
 from ragtag.runtime.islands.leader import Place
 from ragtag.runtime.islands.sampling import of_island
@@ -47,8 +49,17 @@ def with_islands(prepare: Callable[..., Run], *arguments: Any, **settings: Any) 
 
 def refuse_others(run: Run) -> None:
     """Raise SettingError where what is trained cannot be one island of several."""
-    if run.sharding is not None or run.pipe is not None:
+    layout = run.config.layout
+    if run.sharding is not None or run.pipe is not None or layout not in ("auto", "replicated"):
         raise SettingError(
-            f"islands exchange parameters that are whole on every rank, and layout is '{run.plan.layout}'. Use "
+            f"islands exchange parameters that are whole on every rank, and layout is '{layout}'. Use "
             f'Config(layout="replicated"), or train without --island.'
+        )
+    # Means of parameters are those of gradients where a step is linear in them; others see their own site's only.
+    if run.config.mode == "exact" and (type(run.optimizer) is not torch.optim.SGD or run.clip_norm is not None):
+        what = "clip_norm" if type(run.optimizer) is torch.optim.SGD else type(run.optimizer).__name__
+        raise SettingError(
+            f'mode = "exact" across islands is exact for torch.optim.SGD without clip_norm only, and this run has '
+            f"{what}. Leave --island out, where all workers can reach each other (ragtag launch --hub HOST:PORT), or "
+            f'take mode = "islands".'
         )
