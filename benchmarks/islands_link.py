@@ -1,6 +1,7 @@
 """Two sites behind a slow link: islands against synchronising every step, over real TCP, by the clock.
 
     scripts/bench islands_link [--rates 10,100] [--steps 140] [--json]
+    scripts/bench islands_link --drop 20,2 --steps 240        # the link gets slower in mid-run
 
 Two network namespaces joined by a `tbf` (scripts/netns; needs root) stand for the sites; each has two emulated devices.
 Nothing is simulated in the data path: all bytes between the sites go through the limited link, those of islands through
@@ -11,13 +12,14 @@ step's end to the next one's, in the last 40 steps in which both sites train.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ ADDRESS = "10.99.7.10"
 PORT = 29571
 LIMIT_S = 400
 MEASURED = 40
+BEFORE_DROP = 6
+"""Rounds."""
 
 
 def devices(hosts: str, sample_ms: float) -> str:
@@ -62,7 +66,7 @@ def worker(arguments: argparse.Namespace) -> None:
     samples: list[int] = []
     inside_s: list[float] = []
     for report in trainer.steps(arguments.steps):
-        ends_s.append(time.perf_counter())
+        ends_s.append(time.time())
         computed_s.append(statistics.fmean(report.compute_s))
         samples.append(report.samples)
         inside_s.append(report.wall_s)
@@ -78,6 +82,8 @@ def worker(arguments: argparse.Namespace) -> None:
             "parameters": sum(each.numel() for each in model.parameters()),
             "steps": len(ends_s),
         }
+        if arguments.trace:
+            row |= {"ends_s": ends_s, "computed_s": computed_s}
         print("ROW " + json.dumps(row), flush=True)
     trainer.close()
 
@@ -114,7 +120,8 @@ def finished(processes: Sequence["subprocess.Popen[str]"]) -> list[dict[str, Any
 
 def words(arguments: argparse.Namespace, steps: int) -> list[str]:
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("width", "layers", "batch")]
-    return [str(Path(__file__).resolve()), "--worker", *sizes, f"--steps={steps}"]
+    trace = ["--trace"] if arguments.drop else []
+    return [str(Path(__file__).resolve()), "--worker", *sizes, f"--steps={steps}", *trace]
 
 
 def every_step(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -140,7 +147,9 @@ def alone(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return finished([in_site(0, command)])[0]
 
 
-def islands(arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+def islands(
+    arguments: argparse.Namespace, directory: Path, meanwhile: Callable[[Path], None] = lambda log: None
+) -> list[dict[str, Any]]:
     """Two islands, through the hub's port."""
     run = Path(tempfile.mkdtemp(dir=directory))
     processes = []
@@ -154,6 +163,7 @@ def islands(arguments: argparse.Namespace, directory: Path) -> list[dict[str, An
         processes.append(in_site(number, command, RAGTAG_WARM_UP_STEPS="8"))
         if number == 0:
             time.sleep(3.0)
+    meanwhile(run / "home" / "log.jsonl")
     rows = finished(processes)
     parts, tempos = read_log(run / "home" / "log.jsonl")
     for row in rows:
@@ -182,6 +192,57 @@ def read_log(path: Path) -> tuple[list[Contributed], list[Retuned]]:
     return parts, tempos
 
 
+def dropped(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Islands on a link that becomes slower once they have exchanged for a while; how they were before and after."""
+    first, second = arguments.drop.split(",")
+    seen: dict[str, Any] = {}
+
+    def drop(log: Path) -> None:
+        deadline_s = time.time() + LIMIT_S
+        while not log.exists() or sum(each.fragment == 0 for _, each in exchanges(log)) < BEFORE_DROP:
+            if time.time() > deadline_s:
+                raise SystemExit("the islands do not exchange")
+            time.sleep(0.5)
+        netns("rate", "2", f"{second}mbit", NAME, BURST="32kb")
+        seen["at_s"], seen["log"] = time.time(), log
+
+    netns("up", "2", f"{first}mbit", NAME, BURST="32kb")
+    try:
+        rows = islands(arguments, directory, drop)
+    finally:
+        netns("down", "2", NAME)
+    at_s = seen["at_s"]
+    _, tempos = read_log(seen["log"])
+    steps_before = [each.inner_steps for each in tempos if each.t <= at_s][-1]
+    retuned = [each for each in tempos if each.t > at_s and each.inner_steps > steps_before]
+    until_s = retuned[0].t if retuned else math.inf
+    between = sum(each.fragment == 0 and at_s < t < until_s for t, each in exchanges(seen["log"]))
+    found: dict[str, Any] = {
+        "mbit_per_s": [float(first), float(second)],
+        "inner_steps": [steps_before, tempos[-1].inner_steps],
+        "rounds_until_retuned": between if retuned else None,
+        "seconds_until_retuned": until_s - at_s,
+    }
+    for row in rows:
+        pairs = list(zip(row["ends_s"][1:], row["ends_s"], row["computed_s"][1:]))
+        for name, chosen in (
+            ("before", [each for each in pairs if at_s - 40 < each[0] <= at_s]),
+            ("after", [each for each in pairs if each[0] > at_s]),
+        ):
+            found[f"{row['site']}_{name}"] = sum(each[2] for each in chosen) / sum(each[0] - each[1] for each in chosen)
+    return found
+
+
+def exchanges(path: Path) -> list[tuple[float, Exchanged]]:
+    """All merges in a log, with their times."""
+    found: list[tuple[float, Exchanged]] = []
+    for line in path.read_bytes().splitlines():
+        if b'"exchange"' in line[:80]:
+            event = msgspec.json.decode(line, type=Exchanged)
+            found.append((event.t, event))
+    return found
+
+
 def netns(*words: str, **variables: str) -> None:
     subprocess.run([str(NETNS), *words], check=True, env={**os.environ, **variables})
 
@@ -197,9 +258,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=140, help="steps of the islands")
     parser.add_argument("--sync-steps", type=int, default=6, help="steps that are synchronised one by one")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--drop", metavar="FROM,TO", help="Mbit/s, before and after a change in mid-run")
+    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments)
+        return
+    if arguments.drop:
+        with tempfile.TemporaryDirectory() as directory:
+            print(json.dumps(dropped(arguments, Path(directory))))
         return
     found = []
     with tempfile.TemporaryDirectory() as directory:

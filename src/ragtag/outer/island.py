@@ -2,7 +2,8 @@
 
 The one idea: an island's own values are the hub's, less what it has sent and the hub has not merged yet, plus what it
 has done since. So whatever arrives is *added*: what the merge has changed and, where the island's own delta is in it,
-that delta too, for then own values and the merge count it twice. Nothing is ever overwritten. No sockets here.
+that delta too, for then own values and the merge count it twice. Nothing is ever overwritten (w += Theta - sent, as in
+LOSCAR, arXiv 2605.20866; overwriting or mixing late results did worse in our study). No sockets here.
 """
 
 import secrets

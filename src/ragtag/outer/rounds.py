@@ -1,7 +1,8 @@
 """When the merge of a fragment is closed: pure decisions over who is there and who has contributed.
 
 The one idea: nobody is waited for beyond a quorum and a grace. An island that has done its last step is not waited for
-either; that all end with the same values is for them to wait for.
+either; that all end with the same values is for them to wait for. Quorum and grace are as in Decoupled DiLoCo (arXiv
+2604.21428); the grace of 0.2 H is our own, held by simulation (tests/outer_service/test_simulated.py).
 """
 
 import math
