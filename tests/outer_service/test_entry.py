@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ragtag
+from ragtag.cli.elastic_request import elastic_request
 from ragtag.core.errors import SettingError
 
 
@@ -47,3 +48,17 @@ def test_exact_synchronisation_by_means_of_parameters_is_for_sgd(island):
 def test_slices_are_refused(island):
     with pytest.raises(SettingError, match="whole on every rank"):
         trainer(layout="zero1")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "two\nlines"])
+def test_names_are_looked_at_before_anything_is_started(name):
+    with pytest.raises(SettingError, match="1 to 64 printable characters"):
+        elastic_request(island=name, environ={})
+    assert elastic_request(island="home", environ={}).island == "home"
+
+
+def test_an_island_of_another_sites_run_needs_its_token():
+    with pytest.raises(SettingError, match="needs the run's token"):
+        elastic_request(hub="10.0.0.1:29400", island="cloud", environ={})
+    wanted = elastic_request(hub="10.0.0.1:29400", island="cloud", token="a-token-of-the-tests", environ={})
+    assert (wanted.hub, wanted.outer, wanted.island) == (None, "10.0.0.1:29400", "cloud")

@@ -14,6 +14,8 @@ from ragtag.core.config import Config
 from ragtag.core.errors import SettingError
 from ragtag.core.hub_address import hub_address
 
+_LONGEST_NAME = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
@@ -71,6 +73,8 @@ def elastic_request(
     Raises:
         SettingError: they contradict each other, or patience_s is no number; nothing was started.
     """
+    if island is not None and not (0 < len(island) <= _LONGEST_NAME and island.isprintable()):
+        raise SettingError(f"--island {island!r} is no name. Expected 1 to {_LONGEST_NAME} printable characters.")
     if hub is not None and island is not None:
         return _island_request(hub, token, address, port, directory, island, environ)
     if hub is not None and (address is not None or port or directory is not None):
