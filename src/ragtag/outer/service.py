@@ -122,7 +122,10 @@ class Service:
         if offer is not None and incoming is not None and not incoming.complete:
             part = incoming.received / incoming.num_bytes if incoming.num_bytes else 1.0
             reason = f"{reason}, in the middle of a transfer ({offer.kind} of fragment {offer.fragment}, {part:.0%})"
-        self._changed(session.island, "lost", reason)
+        if self._over:
+            self._changed(session.island, "left", f"its script has ended{_waited(session.beat)}")
+        else:
+            self._changed(session.island, "lost", reason)
         if session.island == self._alone:
             self._alone_lost_s = self._clock()
         self.tick()
