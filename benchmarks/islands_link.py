@@ -219,7 +219,8 @@ def dropped(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     between = sum(each.fragment == 0 and at_s < t < until_s for t, each in exchanges(seen["log"]))
     found: dict[str, Any] = {
         "mbit_per_s": [float(first), float(second)],
-        "inner_steps": [steps_before, tempos[-1].inner_steps],
+        "inner_steps": [steps_before, *(each.inner_steps for each in tempos if each.t > at_s)],
+        "reasons": [each.reason for each in tempos if each.t > at_s],
         "rounds_until_retuned": between if retuned else None,
         "seconds_until_retuned": until_s - at_s,
     }
