@@ -145,3 +145,34 @@ def test_asynchronous_islands_are_merged_one_by_one_for_their_part(tmp_path):
             cloud.send(0)
             cloud.await_version(0, 5)
             assert torch.allclose(cloud.own[0], before - 1.5 + 2.0, atol=1e-5)
+
+
+def test_the_first_islands_words_count_and_others_are_told(tmp_path):
+    exact = Wanted(inner_steps=1, blocking=True, codec="fp32", rate=1.0, momentum=0.0)
+    with outer_loop(tmp_path) as running, Island(running.port, "home", wanted=exact) as home:
+        home.give(_values())
+        with Island(running.port, "cloud", wanted=Wanted(inner_steps=50)) as cloud:
+            cloud.take()
+            tempo = cloud.client.talk.tempo
+            assert tempo is not None
+            assert (tempo.inner_steps, tempo.blocking, tempo.codec) == (1, True, "fp32")
+            seen = running.await_event(IslandChanged, lambda event: event.island == "cloud")
+            assert "as the first island's script says" in seen.text
+
+
+def test_data_of_an_islands_own_counts_by_its_size(tmp_path):
+    settings = {"wanted": Wanted(inner_steps=10, codec="fp32", rate=1.0, momentum=0.0), "data": "local"}
+    with outer_loop(tmp_path) as running, Island(running.port, "home", dataset=300, **settings) as home:
+        home.give(_values())
+        with Island(running.port, "cloud", dataset=100, **settings) as cloud:
+            cloud.take()
+            before = home.own[0].clone()
+            home.own[0] -= 1.0
+            cloud.own[0] += 3.0
+            home.send(0, tokens=8.0, steps=1)
+            cloud.send(0, tokens=800.0, steps=1)  # far more samples, of little data
+            for island in (home, cloud):
+                island.await_version(0, 2)
+                assert torch.allclose(island.own[0], before - 0.75 + 0.75, atol=1e-5)
+            seen = running.await_event(Exchanged, lambda event: len(event.islands) == 2)
+            assert {part.island: part.weight for part in seen.islands} == {"home": 0.75, "cloud": 0.25}

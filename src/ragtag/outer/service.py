@@ -209,7 +209,8 @@ class Service:
             )
         )
         words = {"open": "trains with the others", "alone": "warms up alone", "wait": "waits for the warm-up"}
-        self._changed(frame.island, "attached", f"from {session.caller}, at step {frame.step}: {words[stage]}")
+        others = "" if frame.wanted == self._model.wanted else "; mode and H are as the first island's script says"
+        self._changed(frame.island, "attached", f"from {session.caller}, at step {frame.step}: {words[stage]}{others}")
 
     def _pass_on_warm_up(self) -> None:
         waiting = next(iter(self._sessions), None)
