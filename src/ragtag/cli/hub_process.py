@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ragtag.cli.hub_question import ask
@@ -159,12 +159,17 @@ class HubProcess:
         say(f"the hub (pid {process.pid}) {how}; starting it again")
         self.start()
 
-    def await_end(self, signals: list[int]) -> None:
-        """Return when no worker of any machine needs the hub any more, or a signal was noted."""
+    def await_end(self, signals: list[int], meanwhile: Callable[[], bool] = lambda: False) -> None:
+        """Return when no worker of any machine needs the hub any more, or a signal was noted.
+
+        Args:
+            meanwhile: called now and then; says whether islands may be on their way back.
+        """
         began_s = empty_s = time.monotonic()
         told = False
         while self.ended is None and not signals:
             self.look_after()
+            may_come_back = meanwhile()
             try:
                 health = ask(self.reached_here_at, self._token, timeout_s=self._patience_s, trusted=self.trusted)
             except LaunchError:
@@ -172,7 +177,7 @@ class HubProcess:
             now_s = time.monotonic()
             if health.connected:
                 empty_s = now_s
-            elif health.end or now_s - empty_s > _COMES_BACK_S:
+            elif not may_come_back and (health.end or now_s - empty_s > _COMES_BACK_S):
                 return
             if not told and now_s - began_s > _PATIENT_WORDS_S:
                 say("workers on other machines still run, and the hub stays for them; Ctrl-C ends it")

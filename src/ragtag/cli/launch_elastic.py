@@ -229,7 +229,8 @@ class _Supervisor:
         if status == PEER_FAILED_STATUS and self._hub is not None and self._hub.ended:
             return 1  # this machine's hub, and nobody else's fault
         if self._hub is not None and self._failed_s is None and status != PEER_FAILED_STATUS:
-            self._hub.await_end(self._signals)
+            outer = self._outer
+            self._hub.await_end(self._signals, (lambda: False) if outer is None else outer.look_after)
         return status
 
     def _start_worker(self, place: _Place) -> None:

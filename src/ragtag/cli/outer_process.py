@@ -19,6 +19,8 @@ from ragtag.cli.worker_process import die_with, say, signal_name
 _FINAL = (0, 1, 2, 74)
 """Statuses that would come again: its end, its own error, wrong settings, a damaged journal."""
 _ENDS_S = 3.0
+_COMES_BACK_S = 15.0
+"""Islands try again every two seconds; starting takes some."""
 _RESTARTS, _WITHIN_S = 5, 60.0
 
 
@@ -61,19 +63,22 @@ class OuterProcess:
             preexec_fn=die_with(os.getpid()),
         )
 
-    def look_after(self) -> None:
-        """Start it again if it was killed."""
+    def look_after(self) -> bool:
+        """Start it again if it was killed; return whether that is so short ago that islands may be coming back."""
         process = self._process
-        if process is None or self._ended or (status := process.poll()) is None:
-            return
+        if process is None or self._ended:
+            return False
+        if (status := process.poll()) is None:
+            return len(self._started_s) > 1 and time.monotonic() - self._started_s[-1] < _COMES_BACK_S
         recent = [each for each in self._started_s if time.monotonic() - each < _WITHIN_S]
         if status in _FINAL or len(recent) >= _RESTARTS:
             self._ended = True
             say(f"the outer loop (pid {process.pid}) ended with status {status}; islands go on, each by itself")
-            return
+            return False
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         say(f"the outer loop (pid {process.pid}) {how}; starting it again")
         self.start()
+        return True
 
     def close(self) -> None:
         """End it."""
