@@ -228,6 +228,8 @@ class Island:
     def send(self, fragment: int, *, tokens: float = 8.0, samples: int = 8, steps: int = 1, codec="fp32", **about):
         self.step += steps
         counted = {"tokens": tokens, "samples": samples, "steps": steps, "step": self.step}
+        # The hub's answer to the one before may still be on its way.
+        assert self.client.wait(lambda: not self.client.talk.values.is_busy(fragment), LONG_S)
         assert self.client.send(fragment, self.own[fragment].clone, codec=codec, **counted, **about)
 
     def await_version(self, fragment: int, version: int) -> None:
