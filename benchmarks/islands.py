@@ -13,7 +13,7 @@ hours.
 rho = exp(-(L - L_exact) / S) is what part of its sequences a method makes count, where S = -dL/dlnD is read from exact
 runs of half and of full length; time = sequences / (rate * rho), over that of a cluster with free links whose devices
 never wait. The last round, blocking and in fp32, is a constant on top: it is told apart, since so short a run makes
-much of it. What is done already is kept in runs/islands-study, so a stopped study goes on.
+much of it. What is done already is kept in runs/islands-study-1, so a stopped study goes on.
 """
 
 import argparse
@@ -48,7 +48,8 @@ from unequal.sites import (
 from ragtag.outer.protocol import Wanted
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ROOT / "runs" / "islands-study"
+KEPT = ROOT / "runs" / "islands-study-1"
+"""Another number where what is kept, or what it was made by, is not the same any more."""
 DOCS = ROOT / "docs"
 RATES = (1e-3, 2e-3, 3e-3)
 ALL = tuple(speed for site in SPEEDS for speed in site)
