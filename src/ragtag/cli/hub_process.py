@@ -6,7 +6,6 @@ whoever knocks meanwhile waits instead of being turned away.
 
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from ragtag.cli.hub_question import ask
 from ragtag.cli.listening import listening
-from ragtag.cli.worker_process import die_with, say, signal_name
+from ragtag.cli.worker_process import die_with, end, say, signal_name
 from ragtag.core.errors import LaunchError, SettingError
 from ragtag.core.hub_address import is_loopback, written
 from ragtag.hub.journal import FILE_NAME
@@ -186,12 +185,5 @@ class HubProcess:
 
     def close(self) -> None:
         """End the hub; from now on nobody is answered at its address."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_ENDS_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(self._process, _ENDS_S)
         self._listener.close()

@@ -5,7 +5,6 @@ islands wait meanwhile; only the hub, which has checked the token, connects to i
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ragtag.cli.worker_process import die_with, say, signal_name
+from ragtag.cli.worker_process import die_with, end, say, signal_name
 
 _FINAL = (0, 1, 2, 74)
 """Statuses that would come again: its end, its own error, wrong settings, a damaged journal."""
@@ -82,13 +81,6 @@ class OuterProcess:
 
     def close(self) -> None:
         """End it."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_ENDS_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(self._process, _ENDS_S)
         self._listener.close()
         self._directory.cleanup()

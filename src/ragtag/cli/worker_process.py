@@ -82,6 +82,18 @@ def kill(worker: Worker, number: int) -> None:
         pass
 
 
+def end(process: "subprocess.Popen[bytes] | None", within_s: float) -> None:
+    """End a process of the launcher's own: SIGTERM, and SIGKILL if it takes longer."""
+    if process is None or process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def die_with(launcher: int) -> Callable[[], None] | None:
     """Return what a child runs before its program: the kernel kills it when the launcher is gone, even by SIGKILL."""
     if not sys.platform.startswith("linux"):

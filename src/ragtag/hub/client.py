@@ -20,7 +20,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosedError, InvalidStatus, WebSocketException
 
 from ragtag.core.errors import LaunchError, RagtagError
-from ragtag.hub.connection import AwakeClock, check_token, client_tls, drop_unacknowledged, silent_logger
+from ragtag.hub.connection import AwakeClock, check_token, client_tls, drop_unacknowledged, first_to_end, silent_logger
 from ragtag.hub.frames import (
     FRAME_LIMIT_BYTES,
     Beat,
@@ -270,19 +270,7 @@ class HubClient:
             hello = self._hello()
         await connection.send(encode(hello))
         # The pulse first: where it has cut a dead connection, the others only know that it broke.
-        tasks = [
-            asyncio.ensure_future(task)
-            for task in (self._pulse(connection), self._receive(connection), self._deliver(connection))
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in tasks:
-            if task in done:
-                task.result()
+        await first_to_end(self._pulse(connection), self._receive(connection), self._deliver(connection))
 
     async def _receive(self, connection: ClientConnection) -> None:
         async for message in connection:

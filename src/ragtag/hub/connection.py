@@ -4,15 +4,17 @@ The one idea: a cut link shows within the patience, not within the quarter of an
 only the silence that this process was there to hear counts.
 """
 
+import asyncio
 import logging
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ragtag.core.errors import SettingError
 
@@ -112,3 +114,17 @@ class AwakeClock:
             self.missed_s += now_s - self._read_s - counted_s
             self._read_s = now_s
             return self._awake_s
+
+
+async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until one of them ends; the others are cancelled. Raises what the first, in this order, has raised."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if task in done:
+            task.result()

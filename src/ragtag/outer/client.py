@@ -17,7 +17,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from ragtag.core.errors import LaunchError, RagtagError
-from ragtag.hub.connection import check_token, client_tls, drop_unacknowledged, silent_logger
+from ragtag.hub.connection import check_token, client_tls, drop_unacknowledged, first_to_end, silent_logger
 from ragtag.hub.frames import FRAME_LIMIT_BYTES
 from ragtag.hub.relay import PATH
 from ragtag.outer.codec import WorthlessDelta
@@ -213,19 +213,7 @@ class IslandClient:
         with self.lock:
             first = self.talk.begin()
         await connection.send(first)
-        tasks = [
-            asyncio.ensure_future(task)
-            for task in (self._receive(connection), self._deliver(connection), self._pulse())
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in tasks:
-            if task in done:
-                task.result()
+        await first_to_end(self._receive(connection), self._deliver(connection), self._pulse())
 
     async def _pulse(self) -> None:
         every_s = min(self._patience_s / 10, 2.0)
