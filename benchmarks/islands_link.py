@@ -42,22 +42,26 @@ BEFORE_DROP = 6
 """Rounds."""
 
 
-def devices(hosts: str, sample_ms: float) -> str:
-    """A cluster file with two devices a host."""
-    both = (f'[[device]]\nname = "{host}{number}"\nhost = "{host}"\n' for host in hosts for number in (0, 1))
-    return f"[emulate]\nsample_ms = {sample_ms}\n" + "".join(both)
+def devices(hosts: str, arguments: argparse.Namespace) -> str:
+    """A cluster file with two devices a host; "a" and "b" have speeds of their own."""
+    speeds = arguments.speeds.split(",")
+    parts = [f"[emulate]\nsample_ms = {arguments.sample_ms}\n"]
+    for host in hosts:
+        about = f'host = "{host}"\nspeed = {speeds["ab".index(host)]}\njitter = {arguments.jitter}\n'
+        parts += [f'[[device]]\nname = "{host}{number}"\n{about}' for number in (0, 1)]
+    return "".join(parts)
 
 
 def worker(arguments: argparse.Namespace) -> None:
     """Train; one rank of each site prints how its last steps went."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = ByteGPT(width=arguments.width, num_layers=arguments.layers, context=64)
+    model = ByteGPT(width=arguments.width, num_layers=arguments.layers, context=arguments.context)
     trainer = ragtag.Trainer(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
         loss_fn,
-        StandardLibrary(context=64),
+        StandardLibrary(context=arguments.context),
         global_batch_size=arguments.batch,
         config=ragtag.Config(patience_s=60.0),
     )
@@ -119,7 +123,7 @@ def finished(processes: Sequence["subprocess.Popen[str]"]) -> list[dict[str, Any
 
 
 def words(arguments: argparse.Namespace, steps: int) -> list[str]:
-    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("width", "layers", "batch")]
+    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("width", "layers", "batch", "context")]
     trace = ["--trace"] if arguments.drop else []
     return [str(Path(__file__).resolve()), "--worker", *sizes, f"--steps={steps}", *trace]
 
@@ -127,7 +131,7 @@ def words(arguments: argparse.Namespace, steps: int) -> list[str]:
 def every_step(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """All four devices synchronise after every step."""
     file = directory / "four.toml"
-    file.write_text(devices("ab", arguments.sample_ms))
+    file.write_text(devices("ab", arguments))
     processes = []
     for rank in range(4):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4", "RAGTAG_EMULATE": str(file)}
@@ -140,7 +144,7 @@ def every_step(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]
 def alone(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """One site without the other: half of the devices, half of the batch."""
     file = directory / "alone.toml"
-    file.write_text(devices("a", arguments.sample_ms))
+    file.write_text(devices("a", arguments))
     half = argparse.Namespace(**{**vars(arguments), "batch": arguments.batch // 2})
     command = [str(RAGTAG), "launch", "--no-page", "--quiet", "--emulate", str(file)]
     command += ["--run-dir", tempfile.mkdtemp(dir=directory), *words(half, MEASURED + 20)]
@@ -157,7 +161,7 @@ def islands(
         (("home", ["--address", ADDRESS, "--port", str(PORT)]), ("cloud", ["--hub", f"{ADDRESS}:{PORT}"]))
     ):
         file = directory / f"{site}.toml"
-        file.write_text(devices("ab"[number], arguments.sample_ms))
+        file.write_text(devices("ab"[number], arguments))
         command = [str(RAGTAG), "launch", "--no-page", "--quiet", "--emulate", str(file), "--island", site, *place]
         command += ["--run-dir", str(run / site), *words(arguments, arguments.steps)]
         processes.append(in_site(number, command, RAGTAG_WARM_UP_STEPS="8"))
@@ -254,8 +258,11 @@ def main() -> None:
     parser.add_argument("--rates", default="10,100", help="Mbit/s of the link")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16, help="samples of a step, of all sites together")
     parser.add_argument("--sample-ms", type=float, default=200.0, help="what forward and backward of a sample take")
+    parser.add_argument("--speeds", default="1,1", help="of each device at the first site, and at the second")
+    parser.add_argument("--jitter", type=float, default=0.0, help="of each device, as in cluster files")
     parser.add_argument("--steps", type=int, default=140, help="steps of the islands")
     parser.add_argument("--sync-steps", type=int, default=6, help="steps that are synchronised one by one")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -272,14 +279,14 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as directory:
         for rate in arguments.rates.split(","):
-            netns("up", "2", f"{rate}mbit", NAME, BURST="32kb" if int(rate) < 100 else "64kb")
+            netns("up", "2", f"{rate}mbit", NAME, BURST="32kb" if float(rate) < 100 else "64kb")
             try:
                 sync = every_step(arguments, Path(directory))
                 single = alone(arguments, Path(directory))
                 apart = islands(arguments, Path(directory))
             finally:
                 netns("down", "2", NAME)
-            found.append({"mbit_per_s": int(rate), "every_step": sync, "alone": single, "islands": apart})
+            found.append({"mbit_per_s": float(rate), "every_step": sync, "alone": single, "islands": apart})
             print(shown(found[-1]), file=sys.stderr, flush=True)
     if arguments.json:
         print(json.dumps(found))
@@ -288,7 +295,7 @@ def main() -> None:
 def shown(row: dict[str, Any]) -> str:
     sync = row["every_step"]
     lines = [
-        f"{row['mbit_per_s']} Mbit/s, {sync['parameters']:,} parameters",
+        f"{row['mbit_per_s']:g} Mbit/s, {sync['parameters']:,} parameters",
         f"  every step: utilisation {sync['utilisation']:.1%}, {sync['step_s']:.3g} s a step, "
         f"{sync['samples_per_s']:.3g} samples/s",
         f"  one site alone: utilisation {row['alone']['utilisation']:.1%}, {row['alone']['step_s']:.3g} s a step",
