@@ -160,11 +160,12 @@ def table() -> str:
         + " |",
         "|---|---|---|" + "---|" * len(ISLANDS),
     ]
+    memory = 8 + 4 / FRAGMENTS + (4 + 132 / 256) / FRAGMENTS  # bytes a number, one fragment being merged at a time
     for name, numel in SIZES:
         exchange = encoded_bytes("int4", numel)
         rates = [8 * count * exchange / (INNER_STEPS * STEP_S) for count in ISLANDS]
         lines.append(
-            f"| {name} | {format_bytes(3 * 4 * numel)} | {format_bytes(exchange)} | "
+            f"| {name} | {format_bytes(round(memory * numel))} | {format_bytes(exchange)} | "
             + " | ".join(f"{_bits(rate)}" for rate in rates)
             + " |"
         )
@@ -172,7 +173,7 @@ def table() -> str:
 
 
 def _bits(rate: float) -> str:
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if rate >= size:
             return f"{rate / size:.3g} {unit}"
     return f"{rate / 1e3:.3g} kbit/s"

@@ -7,13 +7,15 @@ import heapq
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 import ragtag
 from ragtag.core.values import StepReport
-from ragtag.outer.protocol import Beat, Detach, Reading
+from ragtag.outer.protocol import Attach, Beat, Detach, Reading
 from ragtag.outer.service import Service
 from ragtag.outer.session import Session
 from ragtag.outer.store import Store
@@ -119,6 +121,11 @@ class _Client:
         self.site.up()
 
 
+def _with_rate(attach: Callable[[], Attach], rate: float) -> Attach:
+    frame = attach()
+    return msgspec.structs.replace(frame, wanted=msgspec.structs.replace(frame.wanted, rate=rate))
+
+
 @dataclass
 class Done:
     """What a site has trained."""
@@ -135,6 +142,7 @@ class Site:
         speed: samples a second.
         noise: standard deviation of its losses.
         drift: by how much each step moves numbers towards 0.
+        rate: of the outer optimizer, where this is the first site; None: as configured.
     """
 
     def __init__(
@@ -148,6 +156,7 @@ class Site:
         batch: int = 64,
         noise: float = 0.0,
         drift: float = 0.002,
+        rate: float | None = None,
         config: ragtag.Config | None = None,
     ) -> None:
         self.world, self.name, self.speed, self.link, self.total = world, name, speed, link, total
@@ -166,7 +175,7 @@ class Site:
         self.client: _Client
 
         def connect(address, port, token, attach, *, patience_s):
-            self.client = _Client(self, attach)
+            self.client = _Client(self, attach if rate is None else partial(_with_rate, attach, rate))
             return self.client
 
         self.leader = Leader(

@@ -59,8 +59,8 @@ def test_a_link_that_is_ten_times_slower_makes_rounds_longer_within_three_of_the
     for link in links:
         link.bytes_per_s /= 10
     dropped = world.now
-    world.run(lambda: world.told(Retuned)[-1].inner_steps > before)
-    assert rounds_since(world, dropped) <= 3
+    world.run(lambda: rounds_since(world, dropped) >= 3)
+    assert world.told(Retuned)[-1].inner_steps > 3 * before
     world.run(ended(home, cloud))
     last = world.told(Retuned)[-1]
     assert last.inner_steps > 3 * before
@@ -80,9 +80,10 @@ def test_a_site_that_becomes_half_as_fast_has_a_smaller_part_within_three_rounds
     assert cloud.leader.batch_now == 32
     cloud.speed /= 2
     slower = world.now
-    world.run(lambda: cloud.leader.batch_now < 28)
-    assert rounds_since(world, slower) <= 3
+    world.run(lambda: rounds_since(world, slower) >= 3)
+    assert cloud.leader.batch_now <= 24
     world.run(ended(home, cloud))
+    assert home.leader.waited_s == cloud.leader.waited_s == 0.0
     assert cloud.leader.batch_now == 21  # of 64
     assert home.leader.batch_now == 43
     # The longest that a merge waits for the slower site is little of the time between two of them.
@@ -128,11 +129,9 @@ def test_a_link_that_stalls_for_a_minute_holds_merges_up_no_longer_than_the_grac
 def test_the_guard_acts_where_merging_hurts_and_names_what_it_did(world):
     # An outer step of twenty times the difference overshoots, again and again.
     config = ragtag.Config(inner_steps=20, patience_s=30.0)
-    sites = [Site(world, name, speed=640, link=Link(1e6), total=1200, drift=0.01, config=config) for name in "ab"]
-    world.service._tuner = None  # made by the first island
-    for site in sites:
-        site.leader.client.talk._attach = _with_rate(site.leader.client.talk._attach, 20.0)
-        site.connect()
+    sites = [
+        Site(world, name, speed=640, link=Link(1e6), total=900, drift=0.01, rate=20.0, config=config) for name in "ab"
+    ]
     world.run(ended(*sites), limit_s=1e6)
     actions = [event.action for event in world.told(Guarded) if event.action]
     assert "H is halved to 10" in actions[0]
@@ -142,21 +141,11 @@ def test_the_guard_acts_where_merging_hurts_and_names_what_it_did(world):
     assert equal(*sites)
 
 
-def _with_rate(attach, rate):
-    import msgspec
-
-    def changed():
-        frame = attach()
-        return msgspec.structs.replace(frame, wanted=msgspec.structs.replace(frame.wanted, rate=rate))
-
-    return changed
-
-
 def test_the_guard_leaves_noise_alone(world):
-    sites = [Site(world, name, speed=640, link=Link(1e6), total=1600, drift=0.0005, noise=0.3) for name in ("a", "b")]
+    sites = [Site(world, name, speed=640, link=Link(1e6), total=1200, drift=0.0005, noise=0.3) for name in ("a", "b")]
     world.run(ended(*sites))
     readings = world.told(Guarded)
-    assert len(readings) > 150
+    assert len(readings) > 100
     assert not [event.action for event in readings if event.action]
 
 
@@ -173,13 +162,13 @@ def test_sites_that_are_out_of_phase_come_together_within_a_round(world):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_eight_sites_some_come_and_go_and_nothing_is_lost(world, seed):
+def test_of_sixteen_sites_five_come_and_go_and_nothing_is_lost(world, seed):
     luck = random.Random(seed)
     sites = [
         Site(world, f"s{number}", speed=luck.choice([10, 20, 40]), link=Link(luck.choice([20e3, 50e3])), total=240)
-        for number in range(8)
+        for number in range(16)
     ]
-    restless = sites[4:]
+    restless = sites[11:]
 
     def turn(site: Site) -> None:
         if site.finished or site.done.steps >= site.total:
@@ -202,6 +191,6 @@ def test_of_eight_sites_some_come_and_go_and_nothing_is_lost(world, seed):
     world.run(go_on, limit_s=5e3)
     assert equal(*sites)
     assert torch.isfinite(sites[0].values[0]).all()
-    for site in sites[:4]:
+    for site in sites:
         assert weighed(world, site.name) == site.done.samples
     assert sites[0].loss() < 8.0 / 4  # it was 8

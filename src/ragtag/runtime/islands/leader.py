@@ -212,15 +212,13 @@ class Leader:
         if pace is None or client.talk.tempo is None:
             return []
         with client.lock:
-            for offer in client.talk.take_refused():  # what was in it goes with the next one, and counts there
-                tokens, samples, steps = self._sent_at[offer.fragment]
-                self._sent_at[offer.fragment] = (tokens - offer.tokens, samples - offer.samples, steps - offer.steps)
             versions = dict(enumerate(client.talk.values.versions))
             due = pace.due(committed, client.talk.tempo.inner_steps, opened=client.talk.opened, versions=versions)
             return [fragment for fragment in due if not client.talk.values.is_busy(fragment)]
 
     def send(self, committed: int, fragments: list[int], *, final: bool = False) -> None:
         """Hand over snapshots."""
+        self._recount()
         tempo = self.client.talk.tempo
         codec: Codec = "fp32" if final or tempo is None else tempo.codec
         for fragment in fragments:
@@ -244,6 +242,14 @@ class Leader:
                 self._steps_at_send[0] = committed
             if self._pace is not None:
                 self._pace.sent(fragment, committed)
+
+    def _recount(self) -> None:
+        """What was refused goes with the next delta, and counts there."""
+        with self.client.lock:
+            for offer in self.client.talk.take_refused():
+                tokens, samples, steps = self._sent_at[offer.fragment]
+                self._sent_at[offer.fragment] = (tokens - offer.tokens, samples - offer.samples, steps - offer.steps)
+                self.last_sent = self.last_sent and not offer.final
 
     # Arriving
 
@@ -310,6 +316,7 @@ class Leader:
 
     def send_last(self, committed: int) -> None:
         """Send what is left; once that is merged, say that it was all."""
+        self._recount()
         if not self.last_sent:
             self.send(committed, list(range(self.cut.num_fragments)), final=True)
             self.last_sent = True
