@@ -42,7 +42,7 @@ def trained(*, pinned: bool, seed: int) -> torch.Tensor:
     return torch.stack([right[targets == label].float().mean() for label in range(10)])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_weighting_by_tokens_loses_a_class_and_local_data_does_not(seed):
     assert float(trained(pinned=False, seed=seed).min()) < 0.05
     assert float(trained(pinned=True, seed=seed).min()) > 0.5

@@ -161,7 +161,7 @@ def test_sites_that_are_out_of_phase_come_together_within_a_round(world):
     assert equal(first, *others)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_of_sixteen_sites_five_come_and_go_and_nothing_is_lost(world, seed):
     luck = random.Random(seed)
     sites = [
